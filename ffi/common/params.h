@@ -1,0 +1,76 @@
+// The contract between the host checks (check.h) and the kernels: one call, as sizes, flags and raw pointers.
+//
+// XLA buffers are dense and row-major, so shapes are all the layout there is. Leading batch axes (vmap prepends
+// them) are collapsed into B. Names are those of the mathematics: docs/math.md and jax_kda/reference.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace jax_kda {
+
+inline constexpr int kChunk = 64;  // C: tokens a chunk, on every platform
+
+enum class DType : int32_t { kBF16, kF32 };
+
+// How `g` becomes the log decay. The values are the `gate` attribute of the FFI call.
+enum class Gate : int32_t {
+  kActivated = 0,   // g is the log decay already
+  kSoftplus = 1,    // -exp(A_log) softplus(g + dt_bias)
+  kLowerBound = 2,  // lower_bound sigmoid(exp(A_log) (g + dt_bias))
+};
+
+// How `beta` becomes the write strength. The values are the `beta_mode` attribute of the FFI call.
+enum class BetaMode : int32_t {
+  kProbability = 0,  // as given
+  kSigmoid = 1,      // sigmoid(beta)
+  kTwoSigmoid = 2,   // 2 sigmoid(beta): allow_neg_eigval
+};
+
+struct ChunkFwdParams {
+  int64_t B;   // rows of tokens
+  int64_t T;   // tokens a row
+  int64_t H;   // query/key heads
+  int64_t HV;  // value heads, a multiple of H; value head i reads query/key head i / (HV / H)
+  int64_t K;   // key head size
+  int64_t V;   // value head size
+  int64_t M;   // sequences a row; 1 when rows are not packed. There are N = B M sequences and states.
+
+  float scale;
+  float lower_bound;  // used by Gate::kLowerBound
+  Gate gate;
+  BetaMode beta_mode;
+  bool l2norm;  // normalise q and k over K
+
+  DType dtype;        // of q, k, v and o
+  DType g_dtype;      // of g
+  DType beta_dtype;   // of beta
+  DType state_dtype;  // of initial_state and final_state
+
+  const void* q;          // [B, T, H, K]
+  const void* k;          // [B, T, H, K]
+  const void* v;          // [B, T, HV, V]
+  const void* g;          // [B, T, HV, K]
+  const void* beta;       // [B, T, HV]
+  const float* A_log;     // [HV] or [B, HV]; nullptr: zeros
+  const float* dt_bias;   // [HV, K] or [B, HV, K]; nullptr: zeros
+  int64_t A_log_stride;   // elements from one row of tokens to the next; 0 when shared
+  int64_t dt_bias_stride; // elements from one row of tokens to the next; 0 when shared
+
+  // Where sequences lie in a row. nullptr: every row is one sequence. Values live on the device and are not trusted.
+  //   offsets_step 1: [B, M + 1], sequence m is [offsets[m], offsets[m + 1]), offsets[0] = 0   (cu_seqlens)
+  //   offsets_step 2: [B, M, 2],  sequence m is [offsets[2 m], offsets[2 m + 1]), gaps allowed (segment_ids)
+  // Tokens outside every sequence get o = 0.
+  const int32_t* offsets;
+  int64_t offsets_step;
+
+  const void* initial_state;  // [N, HV, V, K]; nullptr: zeros. May or may not be final_state's memory.
+  void* o;                    // [B, T, HV, V]
+  void* final_state;          // [N, HV, V, K]; nullptr: not wanted
+  std::byte* workspace;       // CUDA: ChunkFwdWorkspaceBytes(...); CPU: nullptr
+  int64_t workspace_bytes;
+};
+static_assert(std::is_trivially_copyable_v<ChunkFwdParams>);
+
+}  // namespace jax_kda
