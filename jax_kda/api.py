@@ -1,0 +1,207 @@
+"""What users call: `validate` checks it, `primitive` runs it, `reference` defines it."""
+
+import jax
+
+from . import primitive, validate
+from .reference import kda_gate as kda_gate
+
+
+def fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None,
+    out: jax.Array | jax.Ref | None,
+    A_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    lower_bound: float | None,
+    initial_state: jax.Array | jax.Ref | None = None,
+    final_state: jax.Array | jax.Ref | None = None,
+    cu_seqlens: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array | None, jax.Array | None] | None:
+    """FlashKDA's call: gate, l2norm and sigmoid inside, written into buffers the caller gives.
+
+        S <- S diag(exp(g_t));  S <- S + beta_t (v_t - S k_t) k_tᵀ;  o_t = scale S q_t
+
+    with q and k normalised over K (`x rsqrt(sum x² + 1e-6)`), beta = sigmoid(beta), and g the log
+    decay of `kda_gate` (Kimi Linear, arXiv:2510.26692, equation 1).
+
+    JAX arrays are immutable, so what is written comes back as the result. Under
+
+        jax.jit(
+            fwd, static_argnames=("scale", "lower_bound"), donate_argnames=("out", "final_state")
+        )
+
+    the result is the donated memory: same pointer, no copy. An array that is not donated is copied
+    first and keeps its values. A `jax.Ref`, under jit, is written in place, and its slot of the
+    result is None.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], bfloat16 or float32; K from 1 to 256.
+      v: values [B, T, HV, V], of q's dtype; HV is a multiple of H, V from 1 to 256. Value head i
+        reads query and key head i // (HV // H).
+      g: gate projection [B, T, HV, K], bfloat16 or float32.
+      beta: logits of the write strength [B, T, HV], bfloat16 or float32.
+      scale: multiplies q after its normalisation, a Python float. None: K ** -0.5.
+      out: buffer for the output, of v's shape and dtype. None: the output is a new array and
+        nothing is copied, which is the right form when nothing is donated.
+      A_log: log of the gate's slope [HV]. None: slope 1 (only with `lower_bound`).
+      dt_bias: gate bias [HV, K] or [HV * K]. None: 0.
+      lower_bound: the most negative log decay of a token, a Python float in [-5, 0). None: the
+        softplus gate.
+      initial_state: states to start from [N, HV, V, K], float32 or bfloat16. None: zeros.
+      final_state: buffer for the states at the end [N, HV, V, K], of initial_state's dtype. None:
+        they are not returned. The same array (or Ref) as `initial_state`: the states are updated in
+        place.
+      cu_seqlens: cumulative lengths [N + 1], int32 or int64, of N sequences packed into one row
+        (B = 1); they start at 0 and never decrease. Tokens past the last one get 0. None: N = B
+        sequences of T tokens.
+
+    Returns:
+      The output [B, T, HV, V], or (output, final states) when a `final_state` buffer is given.
+
+    Raises:
+      ValueError: for shapes and values; TypeError: for dtypes and for a traced `scale` or
+        `lower_bound`. Malformed values in `cu_seqlens` are an error on the CPU and NaN results on
+        the GPU.
+    """
+    in_place = final_state is not None and final_state is initial_state
+    operands, options = validate.chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        initial_state=_read(initial_state),
+        output_final_state=final_state is not None,
+        cu_seqlens=cu_seqlens,
+        segment_ids=None,
+        max_segments=None,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=False,
+        implementation=None,
+    )
+    out_buffer, state_buffer = validate.buffers(
+        operands, _read(out), None if in_place else _read(final_state)
+    )
+    config = primitive.Config(**options, implementation=None)
+    o, S = primitive.chunk_fwd(config, *operands, out=out_buffer, final_state=state_buffer)
+    o = _write(out, o)
+    return o if final_state is None else (o, _write(final_state, S))
+
+
+def chunk_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi Delta Attention over whole sequences: functional, and differentiable in reverse mode.
+
+        S <- S diag(exp(g_t));  S <- S + beta_t (v_t - S k_t) k_tᵀ;  o_t = scale S q_t
+
+    for each sequence and value head, with S of shape [V, K] (Kimi Linear, arXiv:2510.26692,
+    equation 1). The state is float32 throughout; g and beta are used as given, never rounded.
+
+    The kernels have a rule for `jax.grad`, `jax.vjp` and `jax.jacrev`, once. Forward mode
+    (`jax.jvp`, `jax.jacfwd`) and second derivatives need implementation="reference".
+
+    Args:
+      q, k: queries and keys [B, T, H, K], bfloat16 or float32; K from 1 to 256.
+      v: values [B, T, HV, V], of q's dtype; HV is a multiple of H, V from 1 to 256. Value head i
+        reads query and key head i // (HV // H).
+      g: log decay per key channel [B, T, HV, K], natural log, at most 0 (-inf resets the channel);
+        with `use_gate_in_kernel`, the gate projection that `kda_gate` turns into it. bfloat16 or
+        float32.
+      beta: write strength [B, T, HV], in (0, 1); with `use_beta_sigmoid_in_kernel`, its logits.
+        bfloat16 or float32.
+      A_log, dt_bias, lower_bound: parameters of the gate, as in `kda_gate`; only with
+        `use_gate_in_kernel`.
+      scale: multiplies q, after its normalisation if any; a Python float. None: K ** -0.5.
+      initial_state: states to start from [N, HV, V, K], float32 or bfloat16. None: zeros. When the
+        states are
+        returned it is aliased to them: donate it, or XLA copies it first.
+      output_final_state: whether to return the states at the end.
+      cu_seqlens: cumulative lengths [N + 1], int32 or int64, of N sequences packed into one row (B
+        = 1); they start at 0 and never decrease. Tokens past the last one get o = 0.
+      segment_ids: integers [B, T], instead of cu_seqlens: a sequence begins wherever the id
+        changes, and id 0 is padding (o = 0, no state changes). Then N = B * max_segments, the
+        states of a row are consecutive, and unused ones keep their initial value.
+      max_segments: the most sequences a row can have, a Python int. A row with more is an error on
+        the CPU and NaN on the GPU.
+      use_qk_l2norm_in_kernel: normalise q and k over K: `x rsqrt(sum x² + 1e-6)`.
+      use_gate_in_kernel: `g` is the gate projection.
+      use_beta_sigmoid_in_kernel: `beta` holds logits.
+      allow_neg_eigval: the write strength is twice the sigmoid, in (0, 2).
+      implementation: None: the kernel of the platform the code is compiled for if it covers the
+        call, else plain JAX. "ffi": the kernel, or its error. "reference": plain JAX, which also
+        takes float64 and any head size.
+
+    Returns:
+      (o, final_state): o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] in initial_state's
+      dtype, float32 when there is none, or None without `output_final_state`.
+
+    Raises:
+      ValueError: for shapes and values; TypeError: for dtypes and for traced options. Malformed
+        values in `cu_seqlens` are an error on the CPU and NaN results on the GPU.
+    """
+    validate.implementation(implementation)
+    operands, options = validate.chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        implementation=implementation,
+    )
+    config = primitive.Config(**options, implementation=implementation)
+    return primitive.chunk_fwd(config, *operands)
+
+
+def _read(x):
+    return x[...] if isinstance(x, jax.Ref) else x
+
+
+def _write(buffer, result):
+    """Stores a result in the Ref it is meant for, if any; it is not returned as well."""
+    if not isinstance(buffer, jax.Ref):
+        return result
+    buffer[...] = jax.lax.stop_gradient(result)
+    return None

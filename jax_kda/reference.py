@@ -1,0 +1,316 @@
+"""Kimi Delta Attention in plain JAX: the definition every kernel is judged by, and the op where no
+kernel runs.
+
+Per sequence and value head, with a state S of shape [V, K] that starts from `initial_state` (or
+zeros):
+
+    S <- S diag(exp(g_t))                        decay every key channel
+    S <- S + beta_t (v_t - S k_t) k_tᵀ           correct what the decayed state recalls for k_t
+    o_t = scale S q_t                            read the updated state
+
+This is equation 1 of Kimi Linear (arXiv:2510.26692). `token` below is these three lines; all else
+brings the arguments to that form. It accumulates in float32, or in float64 when an input is
+float64, and is differentiable to
+any order in either mode: nothing here has a custom rule.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import validate
+
+# Tokens a chunk. The gradient stores the state at chunk borders and recomputes what is inside.
+CHUNK = 64
+
+
+def kda_gate(
+    x: jax.Array,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+) -> jax.Array:
+    """The log decay `g` (natural log, at most 0) from the gate projection `x`.
+
+        lower_bound is None:   g = -exp(A_log) softplus(x + dt_bias)
+        lower_bound in [-5, 0): g = lower_bound sigmoid(exp(A_log) (x + dt_bias))
+
+    Args:
+      x: gate projection [..., HV, K].
+      A_log: log of the gate's slope, one per value head [HV]. It may be None (slope 1) when
+        `lower_bound` is given.
+      dt_bias: gate bias [HV, K], or flat [HV * K]. None: 0.
+      lower_bound: the most negative log decay a token can have, a Python float in [-5, 0). None:
+        unbounded.
+
+    Returns:
+      [..., HV, K] in float32 (float64 when an input is float64).
+
+    Raises:
+      TypeError, ValueError: naming the argument, the rule and what was given.
+    """
+    x, A_log, dt_bias, lower_bound = validate.kda_gate(x, A_log, dt_bias, lower_bound)
+    return _log_decay(x, A_log, dt_bias, lower_bound, _accumulator(x, A_log, dt_bias))
+
+
+def chunk_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    implementation: str | None = "reference",
+) -> tuple[jax.Array, jax.Array | None]:
+    """`jax_kda.chunk_kda` in plain JAX: the same, whatever the implementation asked for."""
+    validate.implementation(implementation)
+    operands, options = validate.chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        implementation="reference",
+    )
+    return chunk_fwd(*operands, **options)
+
+
+def chunk_fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    offsets: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    *,
+    scale: float,
+    lower_bound: float | None,
+    gate: str,
+    beta_mode: str,
+    l2norm: bool,
+    output_final_state: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The op on validated arguments with any number of leading axes: q and k are [..., T, H, K].
+
+    `A_log` and `dt_bias` are shared ([HV], [HV, K]) or one per row ([..., HV], [..., HV, K]).
+    `offsets` says where the M sequences of a row lie: [..., M + 1] cumulative lengths (the row axis
+    may be left out when it is 1) or [..., M, 2] pairs of begin and end; None: a row is one sequence.
+    In states, [..., N, HV, V, K], the axes before HV hold one state per row and sequence. A token in
+    no sequence is never read and gets o = 0. A row with malformed offsets gets NaN.
+    """
+    *rows, T, _, K = q.shape
+    HV, V = v.shape[-2:]
+    dtype = _accumulator(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    state_dtype = dtype if initial_state is None else initial_state.dtype
+
+    def activate(q, k, v, g, beta, A_log, dt_bias):
+        q, k, v, beta = (x.astype(dtype) for x in (q, k, v, beta))
+        if l2norm:
+            q, k = _l2norm(q), _l2norm(k)
+        q, k = (jnp.repeat(x, HV // x.shape[-2], axis=-2) for x in (scale * q, k))
+        if gate == "activated":
+            g = g.astype(dtype)
+        else:
+            g = _log_decay(g, A_log, dt_bias, lower_bound, dtype)
+        if beta_mode != "probability":
+            beta = jax.nn.sigmoid(beta) * (2.0 if beta_mode == "two_sigmoid" else 1.0)
+        return q, k, v, g, beta
+
+    def row(tokens, A_log, dt_bias, spans, S0):
+        packed = spans is not None
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def chunk(S, xs):
+            tokens, inside, first, S_first = xs
+            if packed:
+                S = jnp.where(first, 0.0 if S_first is None else S_first.astype(dtype), S)
+            q, k, v, g, beta = activate(*tokens, A_log, dt_bias)
+            g = jnp.where(inside[:, None, None], g, 0.0)  # beyond the sequence nothing decays
+            S, o = jax.lax.scan(token, S, (q, k, v, g, beta))
+            return S, (o.astype(v_dtype), S if packed and output_final_state else None)
+
+        S = jnp.zeros((HV, V, K), dtype) if packed or S0 is None else S0[0].astype(dtype)
+        S = _varying_like(S, (tokens, A_log, dt_bias, spans, S0))
+        if not packed:
+            S, (o, _) = jax.lax.scan(chunk, S, (*_split(tokens, T), None, None))
+            return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype)
+
+        chunks = _chunk_table(spans, T)
+        tokens = jax.tree.map(lambda x: _take(x, chunks.token), tokens)
+        S_first = None if S0 is None else _take(S0, chunks.sequence)
+        _, (o, S) = jax.lax.scan(chunk, S, (tokens, chunks.inside, chunks.first, S_first))
+        o = _take(o.reshape(-1, HV, V), chunks.place)
+        if not output_final_state:
+            return o, None
+        untouched = 0.0 if S0 is None else S0
+        S = _take(S, chunks.last).astype(state_dtype)
+        return o, jnp.where(chunks.empty[:, None, None, None], untouched, S)
+
+    v_dtype = v.dtype
+    spans, malformed = (None, None) if offsets is None else _spans(offsets, rows, T)
+    M = 1 if spans is None else spans.shape[-2]
+    S0 = None if initial_state is None else initial_state.reshape(*rows, M, HV, V, K)
+    in_axes = (0, _row_axis(A_log, 1), _row_axis(dt_bias, 2), 0, 0)
+    for _ in rows:
+        row = jax.vmap(row, in_axes)
+    o, S = row((q, k, v, g, beta), A_log, dt_bias, spans, S0)
+    if malformed is not None:
+        o, S = jax.tree.map(lambda x: _where_rows(malformed, jnp.nan, x), (o, S))
+    if not output_final_state:
+        return o, None
+    if initial_state is None:
+        return o, S.reshape(*rows[:-1], rows[-1] * M, HV, V, K)
+    return o, S.reshape(initial_state.shape)
+
+
+def token(S, x):
+    """One step for all heads: S [HV, V, K]; q, k, g [HV, K]; v [HV, V]; beta [HV]."""
+    q, k, v, g, beta = x
+    S = S * jnp.exp(g)[:, None, :]
+    v_new = beta[:, None] * (v - jnp.einsum("hvk,hk->hv", S, k, precision="highest"))
+    S = S + v_new[:, :, None] * k[:, None, :]
+    return S, jnp.einsum("hvk,hk->hv", S, q, precision="highest")
+
+
+def _l2norm(x):
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _log_decay(x, A_log, dt_bias, lower_bound, dtype):
+    x = x.astype(dtype)
+    if dt_bias is not None:
+        x = x + jnp.expand_dims(dt_bias.astype(dtype), range(x.ndim - 2))
+    slope = 1.0
+    if A_log is not None:
+        slope = jnp.expand_dims(jnp.exp(A_log.astype(dtype)), (*range(x.ndim - 2), x.ndim - 1))
+    if lower_bound is None:
+        return -slope * jax.nn.softplus(x)
+    return lower_bound * jax.nn.sigmoid(slope * x)
+
+
+def _split(tokens, T):
+    """One sequence in chunks: arrays [NT, C, ...], zeros beyond T; where tokens are [NT, C]."""
+    NT = -(-T // CHUNK)
+    C = CHUNK  # the only choice for a symbolic T
+    if isinstance(T, int):
+        C = -(-T // max(NT, 1))
+    tokens = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, NT * C - T)] + [(0, 0)] * (x.ndim - 1)).reshape(
+            NT, C, *x.shape[1:]
+        ),
+        tokens,
+    )
+    return tokens, (jnp.arange(NT * C) < T).reshape(NT, C)
+
+
+class _Chunks(NamedTuple):
+    """A packed row cut into P chunks of C tokens, none of which crosses a sequence border."""
+
+    token: jax.Array  # [P, C]    its position in the row, T where there is none
+    inside: jax.Array  # [P, C]   whether there is one
+    first: jax.Array  # [P]       whether a sequence begins here
+    sequence: jax.Array  # [P]    which sequence it belongs to, M for chunks left over
+    place: jax.Array  # [T]       where in [P C] a token of the row is, P C if it is in no sequence
+    last: jax.Array  # [M]        the chunk a sequence ends in
+    empty: jax.Array  # [M]       whether a sequence has no tokens
+
+
+def _chunk_table(spans, T):
+    begin, end = spans[:, 0], spans[:, 1]
+    M = begin.shape[0]
+    C = CHUNK
+    if isinstance(T, int):  # short sequences get short chunks, so that P C <= 2 T
+        C = max(1, min(CHUNK, T // M))
+    P = T // C + M
+
+    stop = jnp.cumsum((end - begin + C - 1) // C, dtype=jnp.int32)  # chunks to a sequence's end
+    start = jnp.concatenate([jnp.zeros_like(stop[:1]), stop[:-1]])
+    p = jnp.arange(P, dtype=jnp.int32)
+    sequence = jnp.searchsorted(stop, p, side="right")
+    first_token = _take(begin, sequence) + C * (p - _take(start, sequence))
+    token = first_token[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
+    inside = token < _take(end, sequence)[:, None]
+
+    t = jnp.arange(T, dtype=jnp.int32)
+    owner = jnp.searchsorted(end, t, side="right")
+    since = t - _take(begin, owner)
+    return _Chunks(
+        token=jnp.where(inside, token, T),
+        inside=inside,
+        first=p == _take(start, sequence),
+        sequence=sequence,
+        place=jnp.where((owner < M) & (since >= 0), C * _take(start, owner) + since, P * C),
+        last=stop - 1,
+        empty=begin == end,
+    )
+
+
+def _spans(offsets, rows, T):
+    """Begin and end of every sequence [..., M, 2], 0 in malformed rows; which those are [...]."""
+    if offsets.ndim == len(rows) + 2:
+        begin, end = offsets[..., 0], offsets[..., 1]
+        malformed = jnp.zeros(rows, bool)
+    else:
+        offsets = offsets.reshape(*rows, offsets.shape[-1])
+        begin, end = offsets[..., :-1], offsets[..., 1:]
+        malformed = offsets[..., 0] != 0
+    wrong = (begin < 0) | (end < begin) | (end > T)
+    overlap = begin[..., 1:] < end[..., :-1]
+    malformed = malformed | jnp.any(wrong, axis=-1) | jnp.any(overlap, axis=-1)
+    return _where_rows(malformed, 0, jnp.stack([begin, end], axis=-1)), malformed
+
+
+def _where_rows(condition, x, y):
+    return jnp.where(jnp.expand_dims(condition, range(condition.ndim, y.ndim)), x, y)
+
+
+def _take(x, index):
+    """x[index], and 0 where the index is out of bounds."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _row_axis(parameter, ndim):
+    return None if parameter is None or parameter.ndim == ndim else 0
+
+
+def _accumulator(*arrays):
+    wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
+    return jnp.float64 if wide else jnp.float32
+
+
+def _varying_like(x, arrays):
+    """x, varying over the mesh axes that the arrays vary over: shard_map wants it of a carry."""
+    for a in jax.tree.leaves(arrays):
+        x = jnp.where(jnp.any(a[:0] != 0), 0.0, x)  # `any` of nothing is False
+    return x
