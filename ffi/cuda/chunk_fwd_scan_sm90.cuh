@@ -1,0 +1,360 @@
+// Scan: images of prepare, v, initial_state -> o, final_state. One block runs one sequence and value head, chunk by chunk:
+//
+//   r     = v - k_decayed S        v_new = A_inv r
+//   o     = scale (q_decayed S + Aqk v_new)
+//   S    <- diag(exp(G_last)) S + k_restored^T v_new
+//
+// All matrices are held transposed, so that S^T [V rows, K] stays in wgmma accumulators, 64 V rows a warpgroup, and what
+// was an accumulator becomes the next product's left operand in registers. S is fp32 from the first chunk to the last.
+//
+// Grid: x = (scan order, value head); y = V half when kWarpgroups is 1. Block: kWarpgroups state warpgroups and one that
+// loads. 231,040 bytes of shared memory: rings of 3 operand stages, 3 value tiles and 2 matrix stages.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "chunk_fwd_sm90.cuh"
+
+namespace jax_kda::sm90 {
+
+template <int kWarpgroups_>
+struct ScanConfig {
+  static constexpr int kWarpgroups = kWarpgroups_;  // 2: all of V; 1: half of it
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kOperandStages = 3, kValueStages = 3, kMatrixStages = 2;
+  static constexpr int kOperandBytes = 3 * kTile, kMatrixBytes = 2 * kMatrix;
+
+  // Shared memory, bytes. A value tile is overwritten by the output of its chunk.
+  static constexpr int kOperands = 0;  // q_decayed, k_decayed, k_restored
+  static constexpr int kValues = kOperands + kOperandStages * kOperandBytes;
+  static constexpr int kMatrices = kValues + kValueStages * kTile;  // A_inv, Aqk
+  static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
+  static constexpr int kBarriers = kDecays + kOperandStages * kHead * 4;
+  // full: the copy engine -> state warps; empty: state warps -> the loading thread
+  static constexpr int kOperandsFull = kBarriers, kOperandsEmpty = kOperandsFull + 8 * kOperandStages;
+  static constexpr int kValuesFull = kOperandsEmpty + 8 * kOperandStages, kValuesEmpty = kValuesFull + 8 * kValueStages;
+  static constexpr int kMatricesFull = kValuesEmpty + 8 * kValueStages, kMatricesEmpty = kMatricesFull + 8 * kMatrixStages;
+  static constexpr int kBytes = kMatricesEmpty + 8 * kMatrixStages;
+  static_assert(kBytes <= 232448, "shared memory a block may ask for on sm_90");
+};
+
+// A ring's position: which stage, and the parity of its next completion.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Sequence {
+  int token, length, before, after, malformed;
+  int64_t first_chunk, n;
+};
+__device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace& ws, int64_t rank) {
+  if (ws.sequences != nullptr) {
+    const int n = ws.sequences[rank].order;
+    const SequenceSlot s = ws.sequences[n];
+    return {s.token, s.length, s.before, s.after, s.malformed, s.first_chunk, n};
+  }
+  const int T = static_cast<int>(p.T), token = static_cast<int>(rank * p.T);
+  return {token, T, token, token + T, 0, rank * ((T + kChunk - 1) / kChunk), rank};
+}
+
+// Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both divided by a power of
+// two, which is exact. `bound` is above the norm of every row of this warp's part of S: for |k| <= 1, decay <= 1 and beta <= 2
+// a token adds at most 2 |v|. The power changes only when the bound leaves [2^-6, 2^14] of the scaled range, hardly ever.
+struct StateScale {
+  float bound = 0.f;
+  float down = 1.f, up = 1.f;
+
+  static constexpr int kRefresh = 16;  // chunks between readings of the state itself, which lower the bound
+  static constexpr float kSqrtHead = 11.32f;
+
+  // Largest absolute value over the warp; values that are not finite do not count.
+  static __device__ float WarpMax(float x) {
+    const float m = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
+    return m < INFINITY ? m : 0.f;
+  }
+  __device__ void ReadState(const float (&S)[64]) {
+    float m = 0.f;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) m = fmaxf(m, fabsf(S[i]));
+    bound = kSqrtHead * WarpMax(m) * up;
+  }
+  __device__ void AddValues(const uint32_t (&v)[16]) {
+    uint32_t m = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) m = MaxBf16X2(m, v[i] & 0x7fff7fffu);
+    bound += 2 * kChunk * WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
+  }
+  __device__ void Rescale(float (&S)[64]) {
+    const float scaled = bound * down;
+    if (scaled <= 0x1p14f && (scaled >= 0x1p-6f || bound == 0.f)) return;
+    const int exponent = min(max(static_cast<int>(__float_as_uint(bound) >> 23) - 127 - 13, -100), 114);
+    const float new_down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    const float factor = new_down * up;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S[i] *= factor;
+    down = new_down;
+    up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+  }
+};
+
+// This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and the next, j = 0..15.
+__device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_t at) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
+    float2 x = {0.f, 0.f};
+    if (p.initial_state != nullptr) {
+      if (p.state_dtype == DType::kF32) {
+        x = *reinterpret_cast<const float2*>(static_cast<const float*>(p.initial_state) + i);
+      } else {
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(p.initial_state) + i);
+        x = {Bf16Lo(pair), Bf16Hi(pair)};
+      }
+    }
+    S[2 * j] = x.x;
+    S[2 * j + 1] = x.y;
+  }
+}
+__device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwdParams& p, int64_t at) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
+    const float2 x = {S[2 * j] * up, S[2 * j + 1] * up};
+    if (p.state_dtype == DType::kF32) {
+      *reinterpret_cast<float2*>(static_cast<float*>(p.final_state) + i) = x;
+    } else {
+      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.final_state) + i) = Pack<Bf16>(x.x, x.y);
+    }
+  }
+}
+
+// o of this warpgroup's 64 columns at tokens [first, last): zeros, or NaN.
+__device__ inline void FillOutput(const ChunkFwdParams& p, int first, int last, int h, int v_half, bool nan, int thread) {
+  const uint32_t pair = nan ? 0x7fc07fc0u : 0u;
+  for (int token = first + (thread >> 3); token < last; token += 16) {
+    __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token} * p.HV + h) * kHead + v_half * 64 + (thread & 7) * 8;
+    *reinterpret_cast<uint4*>(o) = {pair, pair, pair, pair};
+  }
+}
+
+template <typename Config>
+__device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkFwdParams& p, const Workspace& ws,
+                           const Sequence& s, int h, int first_half) {
+  using C = Config;
+  Ring<C::kOperandStages> operands;
+  Ring<C::kValueStages> values;
+  Ring<C::kMatrixStages> matrices;
+  const int NT = (s.length + kChunk - 1) / kChunk;
+  for (int c = 0; c < NT; ++c) {
+    const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
+    {
+      const uint32_t full = smem + C::kOperandsFull + 8 * operands.stage;
+      if (c >= C::kOperandStages) MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
+      MbarrierExpectTx(full, C::kOperandBytes + kHead * 4);
+      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes, full);
+      BulkLoad(smem + C::kDecays + operands.stage * kHead * 4, image + image::kDecay, kHead * 4, full);
+      operands.Advance();
+    }
+    {
+      const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
+      if (c >= C::kValueStages) MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
+      MbarrierExpectTx(full, C::kWarpgroups * kHalfTile);
+      TmaLoad(smem + C::kValues + values.stage * kTile, v_map, full, h, s.token + c * kChunk, first_half);
+      values.Advance();
+    }
+    {
+      const uint32_t full = smem + C::kMatricesFull + 8 * matrices.stage;
+      if (c >= C::kMatrixStages) MbarrierWait(smem + C::kMatricesEmpty + 8 * matrices.stage, matrices.parity ^ 1);
+      MbarrierExpectTx(full, C::kMatrixBytes);
+      BulkLoad(smem + C::kMatrices + matrices.stage * C::kMatrixBytes, image + image::kAInv, C::kMatrixBytes, full);
+      matrices.Advance();
+    }
+  }
+}
+
+// The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
+template <typename Operand, typename Config>
+__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkFwdParams& p, const Sequence& s, int h, int v_half,
+                           int warpgroup) {
+  using C = Config;
+  constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int64_t state_at = ((s.n * p.HV + h) * kHead + v_half * 64 + warp * 16 + g) * kHead + 2 * t;
+  float S[64];
+  LoadState(S, p, state_at);
+  StateScale state_scale;
+  if (kScaled) state_scale.ReadState(S);
+
+  // v^T fragments: matrices (tokens 0-7, V 0-7), (0-7, V 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16 tokens and this warp's V.
+  const uint32_t fragment = Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
+  const int tile_half = (C::kWarpgroups == 1 ? 0 : v_half) * kHalfTile;
+  Ring<C::kOperandStages> operands;
+  Ring<C::kValueStages> values;
+  Ring<C::kMatrixStages> matrices;
+  const int NT = (s.length + kChunk - 1) / kChunk;
+  int stored_stage = -1;  // value tile whose output is on its way
+  for (int c = 0; c < NT; ++c) {
+    const int token = s.token + c * kChunk, valid = s.length - c * kChunk;
+    const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
+    const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
+    const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
+
+    uint32_t u[16];  // v^T, then r, then v_new, as left operand
+    MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
+    if (valid < kChunk) {  // tokens of another sequence, or none: selected away, since they may hold NaN
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int column = (i >> 1) * 8 + 2 * t;
+        u[i] = column >= valid ? 0u : column + 1 >= valid ? u[i] & 0xffffu : u[i];
+      }
+    }
+    if (kScaled) {
+      if (c % StateScale::kRefresh == StateScale::kRefresh - 1) state_scale.ReadState(S);
+      state_scale.AddValues(u);
+      state_scale.Rescale(S);
+    }
+
+    float R[32], O[32];
+    uint32_t a[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
+    MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 decay = LdsF32x2(smem + C::kDecays + operands.stage * kHead * 4 + (8 * j + 2 * t) * 4);
+      S[4 * j] *= decay.x;
+      S[4 * j + 1] *= decay.y;
+      S[4 * j + 2] *= decay.x;
+      S[4 * j + 3] *= decay.y;
+    }
+    // A step of 16 channels is 32 bytes further, 4 steps are a half tile; descriptors count in 16 bytes.
+    const uint64_t q_decayed = WgmmaDescriptor(operand, 16), k_decayed = q_decayed + (kTile >> 4);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2, i > 0);
+    WgmmaCommit();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2, i > 0);
+    WgmmaCommit();
+    if (thread == 0 && stored_stage >= 0) {  // the last chunk's output has been read: its tile can be loaded again
+      BulkWaitRead();
+      MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
+    }
+    stored_stage = values.stage;
+    MbarrierWait(smem + C::kMatricesFull + 8 * matrices.stage, matrices.parity);
+    WgmmaWait<1>();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]), fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
+    }
+    const uint64_t A_inv = WgmmaDescriptor(matrix, 16), Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
+    const uint64_t k_restored = WgmmaDescriptor(operand + 2 * kTile, kHalfTile);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(R, &u[4 * i], A_inv + i * 2, i > 0);
+    WgmmaCommit();
+    WgmmaWait<0>();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) u[i] = Pack<Operand>(R[2 * i], R[2 * i + 1]);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
+    WgmmaCommit();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Wgmma64x128Trans<Operand>(S, &u[4 * i], k_restored + i * (16 * 128 >> 4));
+    WgmmaCommit();
+    WgmmaWait<1>();
+
+    const float o_scale = p.scale * state_scale.up;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t o[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
+      StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
+    }
+    FenceProxyAsync();
+    BarSync(1 + warpgroup, 128);
+    if (valid >= kChunk) {
+      if (thread == 0) {
+        TmaStore(o_map, value, h, token, v_half);
+        BulkCommit();
+      }
+    } else {  // the rows after `valid` are not ours to write
+      for (int row = thread >> 3; row < valid; row += 16) {
+        __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+        *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(value + Swizzled(row, thread & 7));
+      }
+    }
+    WgmmaWait<0>();
+    __syncwarp();
+    if (lane == 0) {
+      MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
+      MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
+    }
+    operands.Advance();
+    values.Advance();
+    matrices.Advance();
+  }
+  if (p.final_state != nullptr) {
+    if (s.malformed) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S[i] = NAN;
+    }
+    StoreState(S, state_scale.up, p, state_at);
+  }
+  if (thread == 0) BulkWait();
+}
+
+template <typename Operand, int kWarpgroups>
+__global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
+    ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,
+                       const __grid_constant__ ChunkFwdParams p, const __grid_constant__ Workspace ws) {
+  using C = ScanConfig<kWarpgroups>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = SharedAddress(shared);
+  const int tid = threadIdx.x, warpgroup = tid >> 7;
+  const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
+  const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
+  const Sequence s = FindSequence(p, ws, blockIdx.x / HV);
+  if (tid == 0) {
+    for (int i = 0; i < C::kOperandStages; ++i) {
+      MbarrierInit(smem + C::kOperandsFull + 8 * i, 1);
+      MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 4 * kWarpgroups);
+    }
+    for (int i = 0; i < C::kValueStages; ++i) {
+      MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
+      MbarrierInit(smem + C::kValuesEmpty + 8 * i, kWarpgroups);
+    }
+    for (int i = 0; i < C::kMatrixStages; ++i) {
+      MbarrierInit(smem + C::kMatricesFull + 8 * i, 1);
+      MbarrierInit(smem + C::kMatricesEmpty + 8 * i, 4 * kWarpgroups);
+    }
+    FenceMbarrierInit();
+  }
+  __syncthreads();
+  // Two state warpgroups: 2 x 128 x 232 + 128 x 40 registers are the 384 x 168 of the launch. One has 255 as it is.
+  if (warpgroup < kWarpgroups) {
+    if constexpr (kWarpgroups == 2) SetMaxNRegInc<232>();
+    const int v_half = first_half + warpgroup;
+    FillOutput(p, s.before, s.token, h, v_half, s.malformed, tid & 127);
+    FillOutput(p, s.token + s.length, s.after, h, v_half, s.malformed, tid & 127);
+    ScanChunks<Operand, C>(smem, &o_map, p, s, h, v_half, warpgroup);
+  } else {
+    if constexpr (kWarpgroups == 2) SetMaxNRegDec<40>();
+    if (tid == kWarpgroups * 128) LoadChunks<C>(smem, &v_map, p, ws, s, h, first_half);
+  }
+}
+
+}  // namespace jax_kda::sm90

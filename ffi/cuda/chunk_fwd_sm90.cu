@@ -1,0 +1,109 @@
+// Host side of the Hopper forward: workspace, tensor maps, the three launches.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "chunk_fwd_plan.cuh"
+#include "chunk_fwd_prepare_sm90.cuh"
+#include "chunk_fwd_scan_sm90.cuh"
+#include "launch.h"
+
+namespace jax_kda {
+namespace {
+
+using sm90::kHead;
+
+// Below this many sequences times heads, V is split over two blocks: twice as many SMs, each with half the products.
+constexpr int64_t kSplitChains = 48;
+
+// [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function comes through the
+// runtime, so that nothing links libcuda.
+ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64_t heads, int halves) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  RETURN_IF_ERROR(CudaError(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found),
+      "cudaGetDriverEntryPointByVersion"));
+  if (encode == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the CUDA driver has no cuTensorMapEncodeTiled");
+  const cuuint64_t row = static_cast<cuuint64_t>(heads) * kHead * 2;
+  const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens), 2};
+  const cuuint64_t strides[] = {kHead * 2, row, 128};
+  const cuuint32_t box[] = {64, 1, kChunk, static_cast<cuuint32_t>(halves)}, steps[] = {1, 1, 1, 1};
+  const CUresult status = reinterpret_cast<Encode>(encode)(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    return ffi::Error::Internal("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(static_cast<int>(status)));
+  }
+  return ffi::Error::Success();
+}
+
+template <typename... Params, typename... Args>
+ffi::Error Launch(const char* name, void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+                  const Args&... args) {
+  RETURN_IF_ERROR(
+      CudaError(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+template <typename Operand>
+ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  CUtensorMap q_map, k_map;
+  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, 2));
+  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, 2));
+  const auto kernel = p.g_dtype == DType::kF32 ? sm90::ChunkFwdPrepareKernel<Operand, float>
+                                               : sm90::ChunkFwdPrepareKernel<Operand, __nv_bfloat16>;
+  using Config = sm90::PrepareConfig;
+  return Launch("ChunkFwdPrepareKernel", kernel, dim3(ws.NT * p.HV), Config::kThreads, Config::kBytes, stream, q_map, k_map,
+                p, ws);
+}
+
+template <typename Operand, int kWarpgroups>
+ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  CUtensorMap v_map = {}, o_map = {};  // never used when there is no token
+  if (p.B * p.T > 0) {
+    RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kWarpgroups));
+    RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, 1));
+  }
+  using Config = sm90::ScanConfig<kWarpgroups>;
+  return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
+                dim3(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1), Config::kThreads, Config::kBytes, stream, v_map, o_map, p, ws);
+}
+
+template <typename Operand>
+ffi::Error LaunchKernels(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<Operand>(p, ws, stream));
+  return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream) : LaunchScan<Operand, 2>(p, ws, stream);
+}
+
+}  // namespace
+
+int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed) {
+  return sm90::WorkspaceBytes(B, T, HV, M, packed);
+}
+
+ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream) {
+  if (p.B * p.M * p.HV == 0) return ffi::Error::Success();
+  const bool packed = p.offsets != nullptr;
+  sm90::Workspace ws = {};
+  ws.NT = sm90::ChunkSlots(p.B, p.T, p.M, packed);
+  ws.images = p.workspace;
+  if (packed) {
+    ws.sequences = reinterpret_cast<sm90::SequenceSlot*>(p.workspace + ws.NT * p.HV * sm90::image::kBytes);
+    ws.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.sequences + p.B * p.M);
+    RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel, dim3(1), sm90::kPlanThreads, 0, stream, p, ws));
+  }
+  // |k| <= 1 keeps every operand within fp16's range; without it only bf16 has the range.
+  return p.l2norm ? LaunchKernels<sm90::Fp16>(p, ws, stream) : LaunchKernels<sm90::Bf16>(p, ws, stream);
+}
+
+}  // namespace jax_kda

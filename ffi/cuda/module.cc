@@ -1,0 +1,25 @@
+// Python module `_cuda`: hands out the handlers and what Python must know about them. Imports without a GPU or a driver.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include <utility>
+
+#include "ffi/cuda/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+
+namespace jax_kda {
+XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);
+}  // namespace jax_kda
+
+NB_MODULE(_cuda, m) {
+  m.def("handlers", [] {
+    nb::dict handlers;
+    handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(&jax_kda::KdaChunkFwd));
+    return handlers;
+  });
+  m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"), nb::arg("HV"), nb::arg("M"),
+        nb::arg("packed"));
+}
