@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def run(*arguments, cwd, platforms="cpu"):
+def run(*arguments: str, cwd: Path, platforms: str | None = "cpu"):
     """Runs Python; `platforms` is JAX_PLATFORMS, None for a machine where nobody has set it."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     if platforms is not None:
@@ -29,7 +29,7 @@ def run(*arguments, cwd, platforms="cpu"):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def run_code(code, *options, cwd, platforms="cpu"):
+def run_code(code: str, *options: str, cwd: Path, platforms: str | None = "cpu"):
     return run(*options, "-c", textwrap.dedent(code), cwd=cwd, platforms=platforms)
 
 
@@ -111,7 +111,7 @@ def test_handlers_newer_than_jax_are_refused_in_one_line(tmp_path):
 
 def test_sources_that_are_not_compiled_say_so_in_one_line(tmp_path):
     # -S: without site-packages' hooks, so that an editable install does not help.
-    paths = [str(ROOT), str(Path(importlib.metadata.distribution("jax").locate_file("")))]
+    paths = [str(ROOT), str(importlib.metadata.distribution("jax").locate_file(""))]
     process = run_code(f"import sys; sys.path[:0] = {paths!r}; import jax_kda", "-S", cwd=tmp_path)
     assert_import_error(process, f"jax_kda in {ROOT / 'jax_kda'} is not compiled", "pip install")
 
