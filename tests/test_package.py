@@ -125,7 +125,7 @@ def test_main_job(tmp_path):
 def test_cuda_module_needs_no_cuda_libraries():
     if primitive._cuda is None:
         pytest.skip("this build has no CUDA handlers")
-    path = primitive._cuda.__file__
+    path = str(primitive._cuda.__file__)
     libraries = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
     assert not re.search(r"libcuda|libcudart|not found", libraries)
 
