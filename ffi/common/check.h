@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "params.h"
+#include "ffi/common/params.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_kda {

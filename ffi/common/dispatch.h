@@ -7,7 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "params.h"
+#include "ffi/common/params.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_kda {

@@ -1,0 +1,244 @@
+// The chunked forward on the CPU: who computes which chunk when.
+//
+// A chain (one sequence, one value head) is sequential in its chunks. With enough chains, each is
+// one task: prepare a chunk, scan it while it is in the cache, go on. A chain that is long beside a
+// thread's fair share is split instead: in windows of a few chunks, first all chunks are prepared
+// in parallel, then the V strips of the state scan them in parallel. Both orders compute every
+// number in the same way, so results do not depend on the number of threads.
+#include "ffi/cpu/chunk_fwd.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "ffi/common/check.h"
+#include "ffi/cpu/denormals.h"
+#include "ffi/cpu/sequences.h"
+#include "ffi/cpu/vec.h"
+
+namespace jax_kda::cpu {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+struct FreeFloats {
+  void operator()(float* p) const { ::operator delete(p, kAlignment); }
+};
+
+// n float arrays of `size`, each aligned to 64 bytes, zero: padding that is never written must be
+// finite. Throws std::bad_alloc.
+class Buffers {
+ public:
+  Buffers(int64_t n, int64_t size)
+      : stride_((size + 15) / 16 * 16),
+        data_(static_cast<float*>(::operator new(n * stride_ * sizeof(float), kAlignment))) {
+    std::memset(data_.get(), 0, n * stride_ * sizeof(float));
+  }
+  float* operator[](int64_t i) const { return data_.get() + i * stride_; }
+
+ private:
+  int64_t stride_;
+  std::unique_ptr<float, FreeFloats> data_;
+};
+
+int64_t StateBytes(const ChunkFwdParams& p) {
+  return p.V * p.K * (p.state_dtype == DType::kBF16 ? 2 : 4);
+}
+
+std::byte* FinalState(const ChunkFwdParams& p, int64_t state) {
+  return static_cast<std::byte*>(p.final_state) + state * StateBytes(p);
+}
+
+const std::byte* InitialState(const ChunkFwdParams& p, int64_t state) {
+  return static_cast<const std::byte*>(p.initial_state) + state * StateBytes(p);
+}
+
+// An empty sequence hands its state on bit by bit. The two may be the same memory.
+void CopyState(const ChunkFwdParams& p, int64_t state) {
+  if (p.final_state == nullptr) return;
+  if (p.initial_state == nullptr) {
+    std::memset(FinalState(p, state), 0, StateBytes(p));
+  } else {
+    std::memmove(FinalState(p, state), InitialState(p, state), StateBytes(p));
+  }
+}
+
+class Forward {
+ public:
+  Forward(const ChunkFwdParams& p, const ChunkKernel& kernel, const Executor& executor)
+      : p_(p),
+        kernel_(kernel),
+        executor_(executor),
+        strips_((p.V + kernel.strip - 1) / kernel.strip),
+        strip_size_(kernel.state_rows(p) * kernel.strip) {}
+
+  void Run() {
+    ZeroGaps();
+    std::vector<Chain> chains = MakeChains(p_);
+    int64_t chunks = 0;
+    for (const Chain& chain : chains) chunks += chain.chunks();
+    const int64_t threads = std::max<int64_t>(executor_.threads, 1);
+    const auto whole = std::find_if(chains.begin(), chains.end(), [&](const Chain& chain) {
+      return threads == 1 || 2 * threads * chain.chunks() <= chunks;
+    });
+    RunSplit({chains.begin(), whole});
+    RunWhole({whole, chains.end()});
+  }
+
+ private:
+  // Tokens of no sequence get o = 0.
+  void ZeroGaps() const {
+    if (p_.offsets_step == 0) return;
+    for (int64_t b = 0; b < p_.B; ++b) {
+      int64_t last = 0;
+      for (int64_t m = 0; m < p_.M; ++m) {
+        const Sequence s = SequenceAt(p_, b, m);
+        ZeroTokens(b, last, s.begin);
+        last = s.end;
+      }
+      ZeroTokens(b, last, p_.T);
+    }
+  }
+
+  void ZeroTokens(int64_t b, int64_t begin, int64_t end) const {
+    if (begin >= end) return;
+    const int64_t token_bytes = p_.HV * p_.V * (p_.dtype == DType::kBF16 ? 2 : 4);
+    std::memset(static_cast<std::byte*>(p_.o) + (b * p_.T + begin) * token_bytes, 0,
+                (end - begin) * token_bytes);
+  }
+
+  ChunkTokens Tokens(const Chain& chain, int64_t chunk) const {
+    const int64_t token = chain.begin + chunk * kChunk;
+    return {chain.b, chain.hv, token, std::min<int64_t>(kChunk, chain.end - token)};
+  }
+
+  void RunWhole(const std::vector<Chain>& chains) const {
+    const int64_t items = static_cast<int64_t>(chains.size());
+    if (items == 0) return;
+    const int64_t workers = executor_.workers(items);
+    const Buffers prepared(workers, kernel_.prepared_size(p_));
+    const Buffers prepare_scratch(workers, kernel_.prepare_scratch_size(p_));
+    const Buffers scan_scratch(workers, kernel_.scan_scratch_size(p_));
+    const Buffers states(workers, strips_ * strip_size_);
+    ParallelFor(executor_, items, [&](int64_t item, int64_t worker) {
+      const FlushDenormals flush;
+      const Chain& chain = chains[item];
+      if (chain.chunks() == 0) return CopyState(p_, chain.state);
+      float* S = states[worker];
+      for (int64_t s = 0; s < strips_; ++s) LoadState(chain, s, S + s * strip_size_);
+      for (int64_t n = 0; n < chain.chunks(); ++n) {
+        const ChunkTokens x = Tokens(chain, n);
+        kernel_.prepare(p_, x, prepared[worker], prepare_scratch[worker]);
+        for (int64_t s = 0; s < strips_; ++s) {
+          kernel_.scan(p_, x, prepared[worker], s * kernel_.strip, S + s * strip_size_,
+                       scan_scratch[worker]);
+        }
+      }
+      for (int64_t s = 0; s < strips_; ++s) StoreState(chain, s, S + s * strip_size_);
+    });
+  }
+
+  void RunSplit(const std::vector<Chain>& chains) const {
+    const int64_t n_chains = static_cast<int64_t>(chains.size());  // fewer than twice the threads
+    if (n_chains == 0) return;
+    const int64_t longest = chains.front().chunks();
+    const int64_t window =
+        std::min(longest, std::max<int64_t>(1, 16 * executor_.threads / n_chains));
+    const int64_t prepare_workers = executor_.workers(n_chains * window);
+    const int64_t scan_workers = executor_.workers(n_chains * strips_);
+    const Buffers prepared(n_chains * window, kernel_.prepared_size(p_));
+    const Buffers prepare_scratch(prepare_workers, kernel_.prepare_scratch_size(p_));
+    const Buffers scan_scratch(scan_workers, kernel_.scan_scratch_size(p_));
+    const Buffers states(n_chains * strips_, strip_size_);
+
+    for (int64_t first = 0; first < longest; first += window) {
+      ParallelFor(executor_, n_chains * window, [&](int64_t item, int64_t worker) {
+        const FlushDenormals flush;
+        const Chain& chain = chains[item / window];
+        const int64_t n = first + item % window;
+        if (n >= chain.chunks()) return;
+        kernel_.prepare(p_, Tokens(chain, n), prepared[item], prepare_scratch[worker]);
+      });
+      ParallelFor(executor_, n_chains * strips_, [&](int64_t item, int64_t worker) {
+        const FlushDenormals flush;
+        const int64_t c = item / strips_;
+        const int64_t s = item % strips_;
+        const Chain& chain = chains[c];
+        const int64_t last = std::min(first + window, chain.chunks());
+        if (first >= last) return;
+        if (first == 0) LoadState(chain, s, states[item]);
+        for (int64_t n = first; n < last; ++n) {
+          kernel_.scan(p_, Tokens(chain, n), prepared[c * window + n - first], s * kernel_.strip,
+                       states[item], scan_scratch[worker]);
+        }
+        if (last == chain.chunks()) StoreState(chain, s, states[item]);
+      });
+    }
+  }
+
+  // Strip `s` of [V, K] in memory <-> [state_rows, strip] of the kernel, zero beyond K and V.
+  void LoadState(const Chain& chain, int64_t s, float* S) const {
+    std::memset(S, 0, strip_size_ * sizeof(float));
+    if (p_.initial_state == nullptr) return;
+    if (p_.state_dtype == DType::kBF16) {
+      LoadState<BF16>(chain, s, S);
+    } else {
+      LoadState<float>(chain, s, S);
+    }
+  }
+
+  template <class T>
+  void LoadState(const Chain& chain, int64_t s, float* S) const {
+    const T* from = reinterpret_cast<const T*>(InitialState(p_, chain.state));
+    const int64_t begin = s * kernel_.strip;
+    const int64_t end = std::min(begin + kernel_.strip, p_.V);
+    for (int64_t v = begin; v < end; ++v) {
+      for (int64_t k = 0; k < p_.K; ++k) {
+        S[k * kernel_.strip + v - begin] = ToFloat(from[v * p_.K + k]);
+      }
+    }
+  }
+
+  void StoreState(const Chain& chain, int64_t s, const float* S) const {
+    if (p_.final_state == nullptr) return;
+    if (p_.state_dtype == DType::kBF16) {
+      StoreState<BF16>(chain, s, S);
+    } else {
+      StoreState<float>(chain, s, S);
+    }
+  }
+
+  template <class T>
+  void StoreState(const Chain& chain, int64_t s, const float* S) const {
+    T* to = reinterpret_cast<T*>(FinalState(p_, chain.state));
+    const int64_t begin = s * kernel_.strip;
+    const int64_t end = std::min(begin + kernel_.strip, p_.V);
+    for (int64_t v = begin; v < end; ++v) {
+      for (int64_t k = 0; k < p_.K; ++k) {
+        FromFloat(S[k * kernel_.strip + v - begin], to[v * p_.K + k]);
+      }
+    }
+  }
+
+  const ChunkFwdParams& p_;
+  const ChunkKernel& kernel_;
+  const Executor& executor_;
+  const int64_t strips_;
+  const int64_t strip_size_;
+};
+
+}  // namespace
+
+ffi::Error ChunkFwd(const ChunkFwdParams& p, const ChunkKernel& kernel, const Executor& executor) {
+  RETURN_IF_ERROR(CheckOffsets(p));
+  try {
+    Forward(p, kernel, executor).Run();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kda_chunk_fwd: no memory for scratch");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_kda::cpu

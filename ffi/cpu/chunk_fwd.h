@@ -1,0 +1,14 @@
+#pragma once
+
+#include "ffi/common/params.h"
+#include "ffi/cpu/chunk_kernel.h"
+#include "ffi/cpu/parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_kda::cpu {
+
+// The chunked forward on `executor`, with the given kernel. Checks the offsets before any work.
+::xla::ffi::Error ChunkFwd(const ChunkFwdParams& p, const ChunkKernel& kernel,
+                           const Executor& executor);
+
+}  // namespace jax_kda::cpu

@@ -1,0 +1,28 @@
+// Which of the compiled kernels this machine runs.
+#include "ffi/cpu/chunk_kernel.h"
+
+namespace jax_kda::cpu {
+namespace {
+
+std::vector<const ChunkKernel*> Supported() {
+  std::vector<const ChunkKernel*> kernels;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    kernels.push_back(&kChunkAvx512);
+  }
+  if (avx2) kernels.push_back(&kChunkAvx2);
+#endif
+  kernels.push_back(&kChunkBaseline);
+  return kernels;
+}
+
+}  // namespace
+
+const std::vector<const ChunkKernel*>& ChunkKernels() {
+  static const std::vector<const ChunkKernel*> kernels = Supported();
+  return kernels;
+}
+
+}  // namespace jax_kda::cpu

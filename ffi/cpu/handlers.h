@@ -1,0 +1,5 @@
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);

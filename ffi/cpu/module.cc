@@ -1,0 +1,17 @@
+// The Python module `_cpu`: handler capsules and the FFI version they were compiled for.
+#include <nanobind/nanobind.h>
+
+#include <utility>
+
+#include "ffi/cpu/handlers.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_cpu, m) {
+  m.def("handlers", [] {
+    nb::dict handlers;
+    handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(KdaChunkFwd));
+    return handlers;
+  });
+  m.def("api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+}

@@ -1,0 +1,118 @@
+// The register tile: kRows x (kVecs vectors) of accumulators, and the few ways a chunk uses it.
+// Everything that is a matrix product on the CPU is one of these loops.
+//
+// A is read one element at a time (a broadcast), B one vector at a time, so A may be stored either
+// way round.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/cpu/vec.h"
+
+namespace jax_kda::cpu {
+namespace {
+
+// Instruction sets differ in the vector's length and in how many accumulators the registers hold: 8
+// x 2 of 32 vector registers leave room for B and the broadcasts, 4 x 2 of 16.
+template <int kLanes_, int kRows_>
+struct Isa : Simd<kLanes_> {
+  static constexpr int kRows = kRows_;
+  static constexpr int kStrip = 2 * kLanes_;  // columns of a two-vector tile
+};
+
+template <class Isa, int kVecs>
+struct Tile {
+  static constexpr int kRows = Isa::kRows;
+  static constexpr int kLanes = Isa::kLanes;
+  using F = typename Isa::F;
+
+  F acc[kRows][kVecs];
+
+  [[gnu::always_inline]] void Zero() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) acc[i][j] = F{};
+    }
+  }
+
+  [[gnu::always_inline]] void Load(const float* x, int64_t row_stride) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) acc[i][j] = Isa::Load(x + i * row_stride + j * kLanes);
+    }
+  }
+
+  // Row i times factor[i].
+  [[gnu::always_inline]] void ScaleRows(const float* factor) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) acc[i][j] *= factor[i];
+    }
+  }
+
+  [[gnu::always_inline]] void Store(float* x, int64_t row_stride) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) Isa::Store(x + i * row_stride + j * kLanes, acc[i][j]);
+    }
+  }
+
+  // acc += A B (or acc -= A B), n terms: A[i, t] at a[i * a_row + t * a_term], B[t, :] at b + t *
+  // b_row.
+  template <bool kSubtract = false>
+  [[gnu::always_inline]] void MultiplyAdd(const float* a, int64_t a_row, int64_t a_term,
+                                          const float* b, int64_t b_row, int64_t n) {
+    for (int64_t t = 0; t < n; ++t, a += a_term, b += b_row) {
+      F bt[kVecs];
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) bt[j] = Isa::Load(b + j * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const F ait = Isa::Splat(a[i * a_row]);
+#pragma GCC unroll 2
+        for (int j = 0; j < kVecs; ++j) {
+          if constexpr (kSubtract) {
+            acc[i][j] -= ait * bt[j];
+          } else {
+            acc[i][j] += ait * bt[j];
+          }
+        }
+      }
+    }
+  }
+
+  // acc += tril(A) B for a kRows x kRows block of A: entries above the diagonal are not read, so a
+  // NaN in a later row of B cannot reach an earlier row.
+  [[gnu::always_inline]] void MultiplyAddLower(const float* a, int64_t a_row, const float* b,
+                                               int64_t b_row) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kRows; ++t) {
+#pragma GCC unroll 8
+      for (int i = t; i < kRows; ++i) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVecs; ++j) {
+          acc[i][j] += a[i * a_row + t] * Isa::Load(b + t * b_row + j * kLanes);
+        }
+      }
+    }
+  }
+
+  // acc <- (I + tril(L, -1))^-1 acc for a kRows x kRows block of L, by forward substitution.
+  [[gnu::always_inline]] void SolveUnitLower(const float* l, int64_t l_row) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kRows; ++t) {
+#pragma GCC unroll 8
+      for (int i = t + 1; i < kRows; ++i) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVecs; ++j) acc[i][j] -= l[i * l_row + t] * acc[t][j];
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace jax_kda::cpu

@@ -1,0 +1,131 @@
+// A fixed-width float vector in the compiler's own vector extension, and the elementary functions
+// of the gates on it.
+//
+// Everything here is inlined into functions that carry a `target` attribute (chunk_kernel.cc), so
+// one text becomes SSE2, AVX2 and AVX-512 code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace jax_kda::cpu {
+namespace {
+
+// Written out because the extension's attributes do not reliably take a template argument.
+// `may_alias` as for the compiler's own vector types: they are read from and written to plain float
+// arrays.
+template <int kLanes>
+struct VecTypes;
+
+template <>
+struct VecTypes<4> {
+  typedef float F __attribute__((vector_size(16), may_alias));
+  typedef int32_t I __attribute__((vector_size(16), may_alias));
+};
+template <>
+struct VecTypes<8> {
+  typedef float F __attribute__((vector_size(32), may_alias));
+  typedef int32_t I __attribute__((vector_size(32), may_alias));
+};
+template <>
+struct VecTypes<16> {
+  typedef float F __attribute__((vector_size(64), may_alias));
+  typedef int32_t I __attribute__((vector_size(64), may_alias));
+};
+
+template <int kLanes_>
+struct Simd {
+  static constexpr int kLanes = kLanes_;
+  using F = typename VecTypes<kLanes>::F;
+  using I = typename VecTypes<kLanes>::I;
+
+  // All arrays of the kernel are aligned to 64 bytes and all offsets used here are multiples of
+  // kLanes.
+  static F Load(const float* p) { return *reinterpret_cast<const F*>(p); }
+  static void Store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
+  static F Splat(float x) { return x - F{}; }       // x - 0 is x, also for -0
+  static F Max(F x, F y) { return x < y ? y : x; }  // NaN in x is kept
+  static F Abs(F x) { return FromBits(Bits(x) & 0x7fffffff); }
+
+  static I Bits(F x) {
+    I bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return bits;
+  }
+  static F FromBits(I bits) {
+    F x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+
+  static float Sum(F x) {
+    alignas(64) float lane[kLanes];
+    Store(lane, x);
+    for (int width = kLanes / 2; width >= 1; width /= 2) {
+      for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+    }
+    return lane[0];
+  }
+
+  // exp(x) for x <= 0, relative error below 1e-7; 0 below exp(-87.3), where float32 stops being
+  // normal. NaN stays NaN. x = n ln 2 + r with |r| <= ln 2 / 2; 1.5 * 2^23 rounds to an integer and
+  // leaves it in the low bits.
+  static F ExpNonPositive(F x) {
+    constexpr float kRound = 12582912.0f;
+    constexpr float kMin = -87.3f;
+    const F shifted = x * 1.44269504f + kRound;
+    const F n = shifted - kRound;
+    const F r =
+        (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: n * first is exact
+    F p = r * 1.38146e-3f + 8.36872e-3f;
+    p = p * r + 4.166839e-2f;
+    p = p * r + 1.6666521e-1f;
+    p = p * r + 4.9999993e-1f;
+    const F y = r * r * p + r + 1.0f;
+    const F power = FromBits((Bits(shifted) << 23) + (127 << 23));
+    return x < kMin ? F{} : y * power;
+  }
+
+  // log(1 + t) for 0 <= t <= 1 with small relative error: 2 atanh(t / (2 + t)).
+  static F Log1pUnit(F t) {
+    const F s = t / (t + 2.0f);
+    const F z = s * s;
+    F p = z * 0.1400642f + 0.14000814f;
+    p = p * z + 0.20010769f;
+    p = p * z + 0.33333208f;
+    const F twice = s + s;
+    return twice * (z * p) + twice;
+  }
+
+  static F Sigmoid(F x) {
+    const F t = ExpNonPositive(-Abs(x));
+    return (x < 0.0f ? t : Splat(1.0f)) / (t + 1.0f);
+  }
+
+  static F Softplus(F x) { return Max(x, F{}) + Log1pUnit(ExpNonPositive(-Abs(x))); }
+};
+
+// bfloat16 as stored: the upper half of a float32.
+struct BF16 {
+  uint16_t bits;
+};
+
+inline float ToFloat(float x) { return x; }
+inline float ToFloat(BF16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof(y));
+  return y;
+}
+
+inline void FromFloat(float x, float& y) { y = x; }
+inline void FromFloat(float x, BF16& y) {  // to nearest even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40;  // rounding could carry a NaN into infinity
+  y.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
+}
+
+}  // namespace
+}  // namespace jax_kda::cpu
