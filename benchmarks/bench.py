@@ -1,0 +1,209 @@
+"""Times jax_kda beside the other KDA libraries installed here, and checks every result.
+
+    python benchmarks/bench.py                    # the GPU's cases; the CPU's where there is no GPU
+    python benchmarks/bench.py --cpu
+    python benchmarks/bench.py --cases 'fixed-*' --implementations jax_kda,flash_kda
+
+Each library runs in a process of its own (worker.py), on the same arrays (cases.py), and is judged
+by a float64 recurrence (truth.py). A wrong result gets no ratio. Writes JSON, a table and a plot.
+"""
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import truth
+from cases import CASES
+from peers import IMPLEMENTATIONS
+
+HERE = Path(__file__).parent
+# Largest RMS error of a right result. jax_kda's is its promise; peers that keep a bf16 state or
+# workspace are off by up to 0.01 and still compute the operation.
+PROMISE = {"gpu": 0.0055, "cpu": 0.002}
+PEER_TOLERANCE = 0.02
+
+
+def progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def judge(names: list[str], folder: Path) -> None:
+    """Float64 results of the judged heads of every case, in parallel, longest first."""
+    names = sorted(names, key=lambda name: -CASES[name].T)
+    tasks = [(name, head) for name in names for head in truth.judged_heads(CASES[name])]
+    with ProcessPoolExecutor() as pool:
+        futures = [pool.submit(truth.save, *task, folder) for task in tasks]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            progress(f"float64 recurrence: {done} of {len(tasks)} heads")
+
+
+def run_worker(implementation: str, *arguments: str, timeout: float, env=()) -> list[dict]:
+    """The worker's RESULT lines; its other output goes to stderr."""
+    command = ["env", *env, sys.executable, str(HERE / "worker.py"), implementation, *arguments]
+    results = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(timeout, process.kill)
+        timer.start()
+        for line in process.stdout or ():
+            if line.startswith("RESULT "):
+                results.append(json.loads(line.removeprefix("RESULT ")))
+                progress(f"{implementation}: {line.removeprefix('RESULT ').strip()}")
+            else:
+                progress(line.rstrip())
+        timer.cancel()
+    return results
+
+
+def right(row: dict, platform: str) -> bool:
+    tolerance = PROMISE[platform] if row["implementation"] == "jax_kda" else PEER_TOLERANCE
+    return row["o_error"] <= tolerance and row["state_error"] <= tolerance  # NaN fails too
+
+
+def add_ratios(rows: list[dict], machine: dict, platform: str) -> None:
+    """Ratios to the byte floor, the matrix-product rate and jax_kda, of right results only."""
+    ours = {r["case"]: r for r in rows if r["implementation"] == "jax_kda" and r.get("right")}
+    for row in rows:
+        if not row.get("right"):
+            continue
+        case = CASES[row["case"]]
+        row["floor_seconds"] = case.bytes() / machine["bytes_per_second"]
+        row["of_floor"] = row["seconds"] / row["floor_seconds"]
+        row["of_matmul_rate"] = case.flops() / row["seconds"] / machine["flop_per_second"]
+        if row["case"] in ours:
+            row["of_jax_kda"] = row["seconds"] / ours[row["case"]]["seconds"]
+
+
+def table(rows: list[dict], machine: dict, header: str) -> str:
+    lines = [
+        header,
+        "",
+        f"{machine['device']}: copy {machine['bytes_per_second'] / 1e12:.3f} TB/s, matrix product "
+        f"{machine['flop_per_second'] / 1e12:.3f} TFLOP/s. Errors are RMS ratios to float64.",
+        "",
+        "| case | implementation | ms | o error | state error | x byte floor | of matmul rate "
+        "| x jax_kda | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["case"], row["implementation"]]
+        if row["skipped"]:
+            lines.append("| " + " | ".join([*cells, *[""] * 6, row["skipped"]]) + " |")
+            continue
+        cells += [f"{row['seconds'] * 1e3:.4f}", f"{row['o_error']:.5f}"]
+        cells += [f"{row['state_error']:.5f}"]
+        if row["right"]:
+            cells += [f"{row['of_floor']:.2f}", f"{row['of_matmul_rate']:.1%}"]
+            cells += [f"{row['of_jax_kda']:.2f}" if "of_jax_kda" in row else ""]
+        else:
+            cells += ["wrong"] * 3
+        lines.append("| " + " | ".join([*cells, row["note"]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict], machine: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.get("right")]
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    shown = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(max(6, 1.1 * len(names)), 5), layout="constrained")
+    width = 0.8 / max(1, len(shown))
+    for i, implementation in enumerate(shown):
+        mine = {r["case"]: r["of_floor"] for r in rows if r["implementation"] == implementation}
+        positions = [names.index(name) + (i - (len(shown) - 1) / 2) * width for name in mine]
+        axes.bar(positions, list(mine.values()), width, label=implementation)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_ylabel("time over the time its bytes need (log)")
+    axes.set_title(f"KDA forward, {machine['device']}; lower is better")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU, though there is a GPU")
+    parser.add_argument(
+        "--cases", metavar="PATTERN,...", help=f"of {', '.join(CASES)}; default: the platform's"
+    )
+    parser.add_argument(
+        "--implementations", metavar="NAME,...", help=f"of {', '.join(IMPLEMENTATIONS)}"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="for each peer's cases (default %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR")
+    args = parser.parse_args()
+
+    machine = {}
+    for platform in ("cpu",) if args.cpu else ("gpu", "cpu"):
+        if found := run_worker("machine", "--platform", platform, timeout=120):
+            machine = found[0]
+            break
+    else:
+        parser.error("no device answered")
+    patterns = args.cases.split(",") if args.cases else None
+    names = [
+        name
+        for name, case in CASES.items()
+        if (
+            any(fnmatch.fnmatch(name, p) for p in patterns) if patterns else case.device == platform
+        )
+    ]
+    if not names:
+        parser.error(f"no case matches {args.cases}")
+    if args.implementations:
+        implementations = args.implementations.split(",")
+    elif platform == "cpu":
+        implementations = ["jax_kda", "reference"]
+    else:
+        implementations = [name for name in IMPLEMENTATIONS if name != "reference"]
+
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        judge(names, Path(scratch))
+        for implementation in implementations:
+            impl = IMPLEMENTATIONS[implementation]
+            options = ["--platform", platform, "--truth", scratch]
+            if implementation != "jax_kda":
+                options += ["--seconds", str(args.seconds)]
+            timeout = 600 if implementation == "jax_kda" else args.seconds + 120
+            found = run_worker(implementation, *names, *options, timeout=timeout, env=impl.env)
+            rows += [{"implementation": implementation, "note": impl.note, **row} for row in found]
+    for row in rows:
+        if not row["skipped"]:
+            row["right"] = right(row, platform)
+    add_ratios(rows, machine, platform)
+    rows.sort(key=lambda row: names.index(row["case"]))
+
+    command = "python benchmarks/bench.py " + " ".join(sys.argv[1:])
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown commit"
+    report = table(rows, machine, f"`{command.strip()}` at {commit}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    stem = args.output / (
+        "cpu" if platform == "cpu" else machine["device"].lower().replace(" ", "-")
+    )
+    document = {"command": command, "commit": commit, "machine": machine, "rows": rows}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report)
+    plot(rows, machine, stem.with_suffix(".png"))
+    print(report)
+    ours = [row for row in rows if row["implementation"] == "jax_kda"]
+    return 0 if all(row.get("right") for row in ours) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Arrays and seconds per call in JAX and in PyTorch, by one set of names.
+
+Every timed call writes its whole result. Cases that fit in the cache rotate over copies (`sets`).
+"""
+
+import math
+import statistics
+import time
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+SAMPLE_SECONDS = 0.03  # hides how a batch of calls is started
+CASE_SECONDS = 2
+
+
+def timed(run, sync) -> list[float]:
+    """Seconds of run() in each of 5 to 15 batches. Call it once before: nothing is warmed up."""
+
+    def batch(repeats: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        sync()
+        return (time.perf_counter() - begin) / repeats
+
+    once = batch(1)
+    repeats = math.ceil(SAMPLE_SECONDS / once)
+    samples = min(15, max(5, int(CASE_SECONDS / (repeats * once))))
+    return [batch(repeats) for _ in range(samples)]
+
+
+class Jax:
+    def __init__(self, platform: str):
+        import jax
+
+        if platform == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+        self.device = jax.devices()[0]
+        if self.device.platform != platform:
+            raise RuntimeError(f"JAX has no {platform} here")
+
+    def array(self, x: np.ndarray):
+        import jax
+
+        return jax.device_put(x, self.device)
+
+    def offsets(self, case):
+        return self.array(np.asarray(case.offsets, np.int32))
+
+    def copies(self, x: dict, count: int):
+        import jax.numpy as jnp
+
+        return [x, *({n: jnp.array(a, copy=True) for n, a in x.items()} for _ in range(count - 1))]
+
+    def numpy(self, x) -> np.ndarray:
+        return np.asarray(x, np.float64)
+
+    def run(self, impl, case, x, o, state):
+        import jax
+
+        donated = ("o", "state") if impl.in_place else ()
+        call = lambda x, o, state: impl.call(case, x, o, state)
+        return jax.jit(call, donate_argnames=donated)(x, o, state)
+
+    def time(self, impl, case, sets, outs, state):
+        """In place: calls chained in one jitted function, each writing what the last one returned.
+
+        Otherwise one jitted function per call, started without waiting: of a chain XLA would leave
+        out whatever is not used or does not change.
+        """
+        import jax
+
+        @partial(jax.jit, static_argnames="cycles", donate_argnames=("outs", "state"))
+        def chain(sets, outs, state, cycles):
+            for _ in range(cycles):
+                for i, x in enumerate(sets):
+                    outs[i], state = impl.call(case, x, outs[i], state)
+            return outs, state
+
+        @jax.jit
+        def call(x):
+            return impl.call(case, x, None, None)
+
+        def step():
+            nonlocal outs, state
+            if impl.in_place:
+                outs, state = chain(sets, outs, state, cycles)
+            else:
+                for i, x in enumerate(sets):
+                    outs[i], state = call(x)
+
+        sync = lambda: jax.block_until_ready((outs, state))
+        cycles = 1
+        step()
+        if impl.in_place:
+            cycles = max(1, min(32 // len(sets), int(SAMPLE_SECONDS / min(timed(step, sync)))))
+            step()
+        calls = cycles * len(sets)
+        samples = [s / calls for s in timed(step, sync)]
+        how = f"chain of {calls} in one jit" if impl.in_place else "one jit per call"
+        return samples, how, outs[0], state
+
+    def rates(self):
+        """Bytes per second of a large copy, FLOP per second of a large matrix product."""
+        import jax
+        import jax.numpy as jnp
+
+        gpu = self.device.platform == "gpu"
+        x = jnp.ones(2**29 if gpu else 2**26, jnp.float32)
+        shape, dtype = ((1, 8192, 8192), jnp.bfloat16) if gpu else ((256, 128, 128), jnp.float32)
+        a, b = (jax.random.normal(jax.random.key(i), shape, dtype) for i in (0, 1))
+        increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+        matmul = jax.jit(lambda a, b: a @ b)
+
+        def copy():
+            nonlocal x
+            x = increment(x)
+
+        product = None
+
+        def multiply():
+            nonlocal product
+            product = matmul(a, b)
+
+        copy(), multiply()
+        copy_seconds = statistics.median(timed(copy, lambda: x.block_until_ready()))
+        matmul_seconds = statistics.median(timed(multiply, lambda: product.block_until_ready()))
+        flops = 2 * shape[0] * shape[1] ** 2 * shape[2]
+        return 2 * x.nbytes / copy_seconds, flops / matmul_seconds
+
+
+class Torch:
+    def __init__(self, platform: str):
+        import torch
+
+        if platform != "gpu" or not torch.cuda.is_available():
+            raise RuntimeError(f"PyTorch has no {platform} here")
+
+    def array(self, x: np.ndarray):
+        import torch
+
+        if x.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+        return torch.from_numpy(x).cuda()
+
+    def offsets(self, case):
+        return self.array(np.asarray(case.offsets, np.int64))
+
+    def copies(self, x: dict, count: int):
+        return [x, *({n: a.clone() for n, a in x.items()} for _ in range(count - 1))]
+
+    def numpy(self, x) -> np.ndarray:
+        return x.double().cpu().numpy()
+
+    def run(self, impl, case, x, o, state):
+        import torch
+
+        with torch.inference_mode():
+            return impl.call(case, x, o, state)
+
+    def time(self, impl, case, sets, outs, state):
+        """Replays of a CUDA graph with one call per set; plain calls where capture fails."""
+        import torch
+
+        def cycle():
+            return [self.run(impl, case, x, o, state) for x, o in zip(sets, outs, strict=True)]
+
+        graph, results, how = torch.cuda.CUDAGraph(), cycle(), "graph replay"
+        step = graph.replay
+        try:
+            with torch.cuda.graph(graph):
+                results = cycle()
+        except Exception as error:  # each library has its own
+            how = f"plain calls; no graph: {str(error).splitlines()[0]}"
+            step = cycle
+        samples = [s / len(sets) for s in timed(step, torch.cuda.synchronize)]
+        return samples, how, *results[0]
