@@ -116,12 +116,6 @@ def test_sources_that_are_not_compiled_say_so_in_one_line(tmp_path):
     assert_import_error(process, f"jax_kda in {ROOT / 'jax_kda'} is not compiled", "pip install")
 
 
-def test_main_job(tmp_path):
-    process = run("-m", "jax_kda", "--cpu", "--tokens=200", "--heads=2", cwd=tmp_path)
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "in place  yes" in process.stdout
-
-
 def test_cuda_module_needs_no_cuda_libraries():
     if primitive._cuda is None:
         pytest.skip("this build has no CUDA handlers")
