@@ -12,9 +12,13 @@
 // a lane 2 channels, so all decays live in one lane. Three blocks share an SM: 76,560 bytes, 80 registers a thread.
 #pragma once
 
+#include <type_traits>
+
 #include "chunk_fwd_sm90.cuh"
 
 namespace jax_kda::sm90 {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
 
 struct PrepareConfig {
   static constexpr int kThreads = 256;
@@ -48,23 +52,6 @@ struct PrepareConfig {
 
 __device__ __forceinline__ uint32_t BlockOffset(int I, int J) { return (I * (I + 1) / 2 + J) * PrepareConfig::kBlock; }
 
-// log2(exp(g)) from the input of the gate.
-struct GateParams {
-  Gate gate;
-  float slope;        // exp(A_log)
-  float lower_bound;  // in log2
-};
-__device__ __forceinline__ float Log2Decay(float x, float dt_bias, const GateParams& p) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  if (p.gate == Gate::kActivated) return x * kLog2E;
-  if (p.gate == Gate::kLowerBound) return p.lower_bound * Rcp(1.f + Ex2(-kLog2E * p.slope * (x + dt_bias)));
-  // log2(1 + z), z = e^x: lg2.approx has an absolute error, so small z takes the series; z = 2^20 and more is y itself.
-  const float y = (x + dt_bias) * kLog2E;
-  const float z = Ex2(y);
-  const float series = z * kLog2E * (1.f - z * (0.5f - z * (1.f / 3 - z * (0.25f - z * 0.2f))));
-  return -p.slope * (z < 0.0625f ? series : y > 20.f ? y : Lg2(1.f + z));
-}
-
 template <typename G>
 struct GatePair;  // two neighbouring channels of g
 template <>
@@ -77,6 +64,44 @@ struct GatePair<float> {
   float2 pair;
   __device__ float2 Floats() const { return pair; }
 };
+
+struct GateParams {
+  Gate gate;
+  float slope;        // exp(A_log)
+  float lower_bound;  // in log2
+  float2 dt_bias;     // of this lane's channels
+};
+// log2(1 + e^x). lg2.approx has an absolute error, so small e^x take the series, and beyond 2^20 it is x itself.
+__device__ __forceinline__ float Softplus2(float x) {
+  const float y = x * kLog2E, z = Ex2(y);
+  const float series = z * kLog2E * (1.f - z * (0.5f - z * (1.f / 3 - z * (0.25f - z * 0.2f))));
+  return z < 0.0625f ? series : y > 20.f ? y : Lg2(1.f + z);
+}
+__device__ __forceinline__ float Sigmoid(float x) { return Rcp(1.f + Ex2(-kLog2E * x)); }
+
+// Log decays, base 2, of a quad and this lane's channels.
+template <typename G>
+__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G>* g, const GateParams& p) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const float2 x = g[r].Floats();
+    log2_a[r] = {x.x + p.dt_bias.x, x.y + p.dt_bias.y};
+  }
+  switch (p.gate) {  // uniform; around the loops, so that the elements of a quad overlap
+    case Gate::kActivated:
+#pragma unroll
+      for (float2& x : log2_a) x = {x.x * kLog2E, x.y * kLog2E};
+      break;
+    case Gate::kSoftplus:
+#pragma unroll
+      for (float2& x : log2_a) x = {-p.slope * Softplus2(x.x), -p.slope * Softplus2(x.y)};
+      break;
+    case Gate::kLowerBound:
+#pragma unroll
+      for (float2& x : log2_a) x = {p.lower_bound * Sigmoid(p.slope * x.x), p.lower_bound * Sigmoid(p.slope * x.y)};
+      break;
+  }
+}
 
 // One step of a butterfly sum over the warp: 2 kKeep values become kKeep, the upper ones on lanes with bit 2 kKeep.
 template <int kKeep>
@@ -148,9 +173,9 @@ __device__ __forceinline__ void RowNorms(uint32_t smem, int tid) {
 }
 
 // The quads of one sub-block and 64 channels: q_up, k_up, k_down in place of q and k, quad totals, products within quads.
-template <typename Operand, typename G>
-__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)[16], const GateParams& gate, float2 dt_bias,
-                                           bool l2norm, int valid, int warp, int lane) {
+template <typename Operand, bool kL2Norm, typename G>
+__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)[16], const GateParams& gate, int valid, int warp,
+                                           int lane) {
   using C = PrepareConfig;
   const int sub = warp >> 1, half = warp & 1, channel = half * 64 + 2 * lane;
   const uint32_t column = smem + half * kHalfTile + sub * C::kSub * 128 + (lane & 3) * 4;
@@ -161,26 +186,32 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)
     float2 a[4], q[4], k[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int row = quad * 4 + r;
-      const float2 x = g[row].Floats();
-      float2 log2_a = {Log2Decay(x.x, dt_bias.x, gate), Log2Decay(x.y, dt_bias.y, gate)};
-      const uint32_t at = column + Swizzled(row, lane >> 2);
-      uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
-      if (row >= rows_left) {  // another sequence's tokens, or none: selected away, since they may hold NaN
-        log2_a = {0.f, 0.f};
-        q_pair = k_pair = 0;
+      const uint32_t at = column + Swizzled(quad * 4 + r, lane >> 2);
+      const uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
+      q[r] = {Bf16Lo(q_pair), Bf16Hi(q_pair)};
+      k[r] = {Bf16Lo(k_pair), Bf16Hi(k_pair)};
+    }
+    if (kL2Norm) {
+      const uint32_t norms = smem + (sub * C::kSub + quad * 4) * 4;
+      const float4 q_norm = LdsF32x4(norms + C::kQNorm), k_norm = LdsF32x4(norms + C::kKNorm);
+      const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w}, k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        q[r] = {q[r].x * q_norms[r], q[r].y * q_norms[r]};
+        k[r] = {k[r].x * k_norms[r], k[r].y * k_norms[r]};
       }
-      log_decay.x += log2_a.x;
-      log_decay.y += log2_a.y;
-      a[r] = {Ex2(log2_a.x), Ex2(log2_a.y)};
-      float q_scale = 1.f, k_scale = 1.f;
-      if (l2norm) {
-        q_scale = LdsF32(smem + C::kQNorm + (sub * C::kSub + row) * 4);
-        k_scale = LdsF32(smem + C::kKNorm + (sub * C::kSub + row) * 4);
+    }
+    QuadDecays(a, &g[quad * 4], gate);
+    if (rows_left < quad * 4 + 4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        if (quad * 4 + r >= rows_left) a[r] = q[r] = k[r] = {0.f, 0.f};
       }
-      q[r] = {Bf16Lo(q_pair) * q_scale, Bf16Hi(q_pair) * q_scale};
-      k[r] = {Bf16Lo(k_pair) * k_scale, Bf16Hi(k_pair) * k_scale};
-      if (row >= rows_left) q[r] = k[r] = {0.f, 0.f};  // the norm may be NaN too
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      log_decay = {log_decay.x + a[r].x, log_decay.y + a[r].y};
+      a[r] = {Ex2(a[r].x), Ex2(a[r].y)};
     }
     // Products within the quad, row by row: `d[j]` is k_j decayed to the current row.
     float sums[C::kQuadSums];
@@ -310,8 +341,9 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
     Ldmatrix(a, a_tile + half + Swizzled(start + 8 + r, piece + a_piece));
     Ldmatrix(a_inner, a_tile + half + Swizzled(inner_lower, piece + a_piece));
     Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
+    const uint32_t left_low = Lds32(left + step * 32), left_high = Lds32(left + step * 32 + 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], Lds32(left + step * 32 + (i >> 1) * 16));
+    for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], i < 2 ? left_low : left_high);
     Mma<Operand>(outer, a, MulX2<Operand>(b[0], Lds32(right + step * 32)), MulX2<Operand>(b[1], Lds32(right + step * 32 + 16)));
     Mma<Operand>(inner, a_inner, b[2], b[3]);
   }
@@ -403,11 +435,13 @@ __device__ __forceinline__ uint32_t LAddress(uint32_t smem, int i, int j) {
   return smem + PrepareConfig::kL + BlockOffset(i >> 4, j >> 4) + (i & 15) * PrepareConfig::kBlockRow + (j & 15) * 4;
 }
 
-template <typename Operand, typename G>
+// With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be anything and take bf16.
+template <bool kL2Norm, typename G>
 __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 2)
     ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                           const __grid_constant__ ChunkFwdParams p, const __grid_constant__ Workspace ws) {
   using C = PrepareConfig;
+  using Operand = std::conditional_t<kL2Norm, Fp16, Bf16>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
@@ -442,24 +476,23 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
       const int64_t at = int64_t{chunk.token + tid} * HV + h;
       beta = p.beta_dtype == DType::kF32 ? static_cast<const float*>(p.beta)[at]
                                          : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
-      if (p.beta_mode != BetaMode::kProbability) beta = Rcp(1.f + Ex2(-1.4426950408889634f * beta));
+      if (p.beta_mode != BetaMode::kProbability) beta = Sigmoid(beta);
       if (p.beta_mode == BetaMode::kTwoSigmoid) beta *= 2.f;
     }
     StsF32(smem + C::kBeta + tid * 4, beta);
   }
-  GateParams gate{p.gate, 1.f, p.lower_bound * 1.4426950408889634f};
-  float2 dt_bias = {0.f, 0.f};
-  if (p.A_log != nullptr) gate.slope = Ex2(1.4426950408889634f * p.A_log[chunk.row * p.A_log_stride + h]);
+  GateParams gate{p.gate, 1.f, p.lower_bound * kLog2E, {0.f, 0.f}};
+  if (p.A_log != nullptr) gate.slope = Ex2(kLog2E * p.A_log[chunk.row * p.A_log_stride + h]);
   if (p.dt_bias != nullptr) {
-    dt_bias = *reinterpret_cast<const float2*>(p.dt_bias + chunk.row * p.dt_bias_stride + h * kHead + channel);
+    gate.dt_bias = *reinterpret_cast<const float2*>(p.dt_bias + chunk.row * p.dt_bias_stride + h * kHead + channel);
   }
   __syncthreads();
   MbarrierWait(smem + C::kBarrier, 0);
-  if (p.l2norm) {
+  if (kL2Norm) {
     RowNorms(smem, tid);
     __syncthreads();
   }
-  BuildQuads<Operand, G>(smem, g, gate, dt_bias, p.l2norm, chunk.valid, warp, lane);
+  BuildQuads<Operand, kL2Norm>(smem, g, gate, chunk.valid, warp, lane);
   __syncthreads();
   BuildFactors<Operand>(smem, tid);
   __syncthreads();
@@ -475,25 +508,21 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
   uint32_t before[4], after[4];  // decay from the chunk's start to each quad, and from each quad to its end
   {
-    const uint32_t totals = smem + C::kQuadTotals + channel * 4;
-    const int quads_before = (warp >> 1) * 4;
-    float2 product = {1.f, 1.f};
-    for (int quad = 0; quad < quads_before; ++quad) {
-      const float2 t = LdsF32x2(totals + quad * kHead * 4);
-      product = {product.x * t.x, product.y * t.y};
+    float2 own[4], log_before = {0.f, 0.f}, log_after = {0.f, 0.f};
+#pragma unroll
+    for (int sub = 0; sub < 4; ++sub) {
+      own[sub] = LdsF32x2(smem + C::kQuadTotals + (((warp >> 1) * 4 + sub) * kHead + channel) * 4);
+      const float2 x = LdsF32x2(smem + C::kLogDecay + (sub * kHead + channel) * 4);
+      if (sub < warp >> 1) log_before = {log_before.x + x.x, log_before.y + x.y};
+      if (sub > warp >> 1) log_after = {log_after.x + x.x, log_after.y + x.y};
     }
-    float2 own[4];
+    float2 product = {Ex2(log_before.x), Ex2(log_before.y)};
 #pragma unroll
     for (int quad = 0; quad < 4; ++quad) {
-      own[quad] = LdsF32x2(totals + (quads_before + quad) * kHead * 4);
       before[quad] = Pack<Operand>(product.x, product.y);
       product = {product.x * own[quad].x, product.y * own[quad].y};
     }
-    product = {1.f, 1.f};
-    for (int quad = 15; quad >= quads_before + 4; --quad) {
-      const float2 t = LdsF32x2(totals + quad * kHead * 4);
-      product = {product.x * t.x, product.y * t.y};
-    }
+    product = {Ex2(log_after.x), Ex2(log_after.y)};
 #pragma unroll
     for (int quad = 3; quad >= 0; --quad) {
       after[quad] = Pack<Operand>(product.x, product.y);

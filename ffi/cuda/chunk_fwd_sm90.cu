@@ -55,13 +55,13 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), dim3 grid, int th
   return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
-template <typename Operand>
+template <bool kL2Norm>
 ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   CUtensorMap q_map, k_map;
   RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, 2));
   RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, 2));
-  const auto kernel = p.g_dtype == DType::kF32 ? sm90::ChunkFwdPrepareKernel<Operand, float>
-                                               : sm90::ChunkFwdPrepareKernel<Operand, __nv_bfloat16>;
+  const auto kernel = p.g_dtype == DType::kF32 ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
+                                               : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
   using Config = sm90::PrepareConfig;
   return Launch("ChunkFwdPrepareKernel", kernel, dim3(ws.NT * p.HV), Config::kThreads, Config::kBytes, stream, q_map, k_map,
                 p, ws);
@@ -79,9 +79,10 @@ ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaSt
                 dim3(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1), Config::kThreads, Config::kBytes, stream, v_map, o_map, p, ws);
 }
 
-template <typename Operand>
+template <bool kL2Norm>
 ffi::Error LaunchKernels(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
-  if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<Operand>(p, ws, stream));
+  using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
+  if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
   return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream) : LaunchScan<Operand, 2>(p, ws, stream);
 }
 
@@ -102,8 +103,7 @@ ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream) {
     ws.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.sequences + p.B * p.M);
     RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel, dim3(1), sm90::kPlanThreads, 0, stream, p, ws));
   }
-  // |k| <= 1 keeps every operand within fp16's range; without it only bf16 has the range.
-  return p.l2norm ? LaunchKernels<sm90::Fp16>(p, ws, stream) : LaunchKernels<sm90::Bf16>(p, ws, stream);
+  return p.l2norm ? LaunchKernels<true>(p, ws, stream) : LaunchKernels<false>(p, ws, stream);
 }
 
 }  // namespace jax_kda

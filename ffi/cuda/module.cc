@@ -9,14 +9,12 @@
 
 namespace nb = nanobind;
 
-namespace jax_kda {
-XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);
-}  // namespace jax_kda
+extern "C" XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);
 
 NB_MODULE(_cuda, m) {
   m.def("handlers", [] {
     nb::dict handlers;
-    handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(&jax_kda::KdaChunkFwd));
+    handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(&KdaChunkFwd));
     return handlers;
   });
   m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
