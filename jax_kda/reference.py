@@ -125,9 +125,9 @@ def chunk_fwd(
 
     `A_log` and `dt_bias` are shared ([HV], [HV, K]) or one per row ([..., HV], [..., HV, K]).
     `offsets` says where the M sequences of a row lie: [..., M + 1] cumulative lengths (the row axis
-    may be left out when it is 1) or [..., M, 2] pairs of begin and end; None: a row is one sequence.
-    In states, [..., N, HV, V, K], the axes before HV hold one state per row and sequence. A token in
-    no sequence is never read and gets o = 0. A row with malformed offsets gets NaN.
+    may be left out when it is 1) or [..., M, 2] pairs of begin and end; None: a row is a sequence.
+    In states, [..., N, HV, V, K], the axes before HV hold one state per row and sequence. A token
+    in no sequence is never read and gets o = 0. A row with malformed offsets gets NaN.
     """
     *rows, T, _, K = q.shape
     HV, V = v.shape[-2:]
@@ -156,8 +156,8 @@ def chunk_fwd(
             if packed:
                 S = jnp.where(first, 0.0 if S_first is None else S_first.astype(dtype), S)
             q, k, v, g, beta = activate(*tokens, A_log, dt_bias)
-            g = jnp.where(inside[:, None, None], g, 0.0)  # beyond the sequence nothing decays
-            S, o = jax.lax.scan(token, S, (q, k, v, g, beta))
+            decay = jnp.where(inside[:, None, None], jnp.exp(g), 1.0)  # none outside the sequence
+            S, o = jax.lax.scan(token, S, (q, k, v, decay, beta))
             return S, (o.astype(v_dtype), S if packed and output_final_state else None)
 
         S = jnp.zeros((HV, V, K), dtype) if packed or S0 is None else S0[0].astype(dtype)
@@ -194,13 +194,18 @@ def chunk_fwd(
     return o, S.reshape(initial_state.shape)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def token(S, x):
-    """One step for all heads: S [HV, V, K]; q, k, g [HV, K]; v [HV, V]; beta [HV]."""
-    q, k, v, g, beta = x
-    S = S * jnp.exp(g)[:, None, :]
-    v_new = beta[:, None] * (v - jnp.einsum("hvk,hk->hv", S, k, precision="highest"))
-    S = S + v_new[:, :, None] * k[:, None, :]
-    return S, jnp.einsum("hvk,hk->hv", S, q, precision="highest")
+    """One step for all heads: S [HV, V, K]; q, k, decay [HV, K]; v [HV, V]; beta [HV]."""
+    q, k, v, decay, beta = x
+    S = S * decay[:, None, :]
+    v_new = beta[:, None] * (v - _einsum("hvk,hk->hv", S, k))
+    S = S + _einsum("hv,hk->hvk", v_new, k)
+    return S, _einsum("hvk,hk->hv", S, q)
+
+
+# The default on a GPU would round float32 operands to TF32.
+_einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def _l2norm(x):
