@@ -96,8 +96,8 @@ def table(rows: list[dict], machine: dict, header: str) -> str:
         if row["skipped"]:
             lines.append("| " + " | ".join([*cells, *[""] * 6, row["skipped"]]) + " |")
             continue
-        cells += [f"{row['seconds'] * 1e3:.4f}", f"{row['o_error']:.5f}"]
-        cells += [f"{row['state_error']:.5f}"]
+        cells += [f"{row['seconds'] * 1e3:.4f}"]
+        cells += [f"{row[error]:.2g}" for error in ("o_error", "state_error")]
         if row["right"]:
             cells += [f"{row['of_floor']:.2f}", f"{row['of_matmul_rate']:.1%}"]
             cells += [f"{row['of_jax_kda']:.2f}" if "of_jax_kda" in row else ""]

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """How each library is called for one case.
 
 `call(case, x, o, state)` runs the whole operation on arrays x (q k v g beta A_log dt_bias h0 cu)
@@ -15,8 +16,8 @@ from typing import Any
 class Implementation:
     module: str  # import name: not installed, not measured
     framework: str  # jax or torch
-    call: Callable[..., tuple[Any, Any]]
-    prepare: Callable[..., dict[str, Any]] | None = None
+    call: Callable[..., Any]
+    prepare: Callable[..., Any] | None = None
     in_place: bool = False
     state_k_first: bool = False
     refuses: Callable[..., str | None] = lambda case: None  # why a case cannot be run

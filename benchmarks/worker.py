@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -55,8 +54,8 @@ def measure(impl: Implementation, case: Case, device: Jax | Torch, args) -> dict
     sets = device.copies(x, max(1, math.ceil(ROTATED_BYTES[args.platform] / case.bytes())))
     samples, how, *last = device.time(impl, case, sets, [out() for _ in sets], state())
     return {
-        "seconds": statistics.median(samples),
-        "spread": (max(samples) - min(samples)) / statistics.median(samples),
+        "seconds": device.typical(samples),
+        "spread": (max(samples) - min(samples)) / device.typical(samples),
         "how": how,
         "o_error": o_error,
         "state_error": state_error,

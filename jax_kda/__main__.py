@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def make_layer(text: jax.Array, H: int) -> Layer:
     )
 
 
-def choose_device(only_cpu: bool) -> tuple[jax.Device, str]:
+def choose_device(only_cpu: bool) -> tuple[Any, str]:
     """The device to run on, and why an accelerator is passed over."""
     device = jax.devices()[0]
     if only_cpu or device.platform == "cpu":
@@ -112,12 +112,13 @@ def errors(
         error = np.asarray(x, np.float64) - np.asarray(true)
         return float(np.sqrt(np.mean(error**2) / np.mean(np.square(true, dtype=np.float64))))
 
-    prefix = Layer(*(x[:, :PREFIX] for x in layer[:5]), layer.A_log, layer.dt_bias)
-    head = Layer(*(x[:, :, :1] for x in layer[:5]), layer.A_log[:1], layer.dt_bias[:1])
-    return (
-        rms_ratio(o[:, :PREFIX], judge(prefix)[0]),
-        rms_ratio(state[:, :1], judge(head)[1]),
-    )
+    def cut(tokens: int | None = None, heads: int | None = None) -> Layer:
+        per_token = [x[:, :tokens, :heads] for x in layer[:5]]
+        return Layer(*per_token, A_log=layer.A_log[:heads], dt_bias=layer.dt_bias[:heads])
+
+    o_true, _ = judge(cut(tokens=PREFIX))
+    _, state_true = judge(cut(heads=1))
+    return rms_ratio(o[:, :PREFIX], o_true), rms_ratio(state[:, :1], state_true)
 
 
 def run(layer: Layer, lower_bound: float | None) -> tuple[tuple[jax.Array, jax.Array], bool, float]:
@@ -206,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     T = len(text)
     print(f"text      {T} bytes of {source}")
     print(f"shapes    q k v g {list(layer.q.shape)} bfloat16, state {list(state.shape)} float32")
-    print(f"error     o {o_error:.5f}, state {state_error:.5f}; at most {tolerance:g}")
+    print(f"error     o {o_error:.2g}, state {state_error:.2g}; at most {tolerance:g}")
     print(f"in place  {'yes: the results are the donated buffers' if in_place else 'NO'}")
     print(f"time      {seconds * 1e3:.3f} ms a call, {T / seconds:,.0f} tokens a second")
 
