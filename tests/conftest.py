@@ -1,0 +1,30 @@
+"""Every test runs under JAX's strict settings; `gpu` tests are skipped where there is no GPU."""
+
+import jax
+import pytest
+from platforms import PLATFORMS, Platform
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # sharding is tested on the CPU
+
+
+@pytest.fixture(params=PLATFORMS)
+def platform(request: pytest.FixtureRequest) -> Platform:
+    """Where the test runs and what it may be off by: the CPU in float32 and bfloat16, the GPU."""
+    return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_no_gpu()
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        jax.local_devices(backend="gpu")
+    except RuntimeError as error:
+        return f"no GPU: {error}".splitlines()[0]
+    return None
