@@ -1,5 +1,7 @@
 """Every test runs under JAX's strict settings; `gpu` tests are skipped where there is no GPU."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from platforms import PLATFORMS, Platform
@@ -10,9 +12,10 @@ jax.config.update("jax_num_cpu_devices", 8)  # sharding is tested on the CPU
 
 
 @pytest.fixture(params=PLATFORMS)
-def platform(request: pytest.FixtureRequest) -> Platform:
+def platform(request: pytest.FixtureRequest) -> Iterator[Platform]:
     """Where the test runs and what it may be off by: the CPU in float32 and bfloat16, the GPU."""
-    return request.param
+    with jax.default_device(jax.local_devices(backend=request.param.name)[0]):
+        yield request.param
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
