@@ -1,0 +1,426 @@
+"""How JAX runs the op: XLA FFI calls into the compiled kernels, and what transforms do with them.
+
+One target name on both platforms, `kda_chunk_fwd`. The layers of `chunk_fwd`, outermost first:
+
+    jit                  eager calls are partitioned too; one trace per shape and `Signature`
+    auto_axes, pcast     inside, explicit mesh axes are automatic and all operands vary alike
+    custom_vjp           the gradient is the reference's
+    custom_vmap          vmap prepends an axis, nothing else
+    custom_partitioning  rows and heads shard, everything else is whole
+    platform_dependent   the kernel where there is one, else the reference; chosen at lowering
+    ffi_call             out and state are aliased operands: a donated buffer is written in place
+
+A buffer that is aliased must never be reshaped, transposed or sliced on the way to the call: on the
+CPU, XLA then copies it twice. Leading axes go to the handler as they are, and C++ collapses them.
+"""
+
+import functools
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import reference
+
+# ---- The compiled modules ----------------------------------------------------------------------
+
+# For jax.export: DisabledSafetyCheck.custom_call(target) for each of these.
+FFI_TARGETS = ("kda_chunk_fwd",)
+
+
+def _load(name: str, platform: str) -> ModuleType | None:
+    """Registers the handlers of a compiled module, None if there is none. Starts no backend."""
+    try:
+        module = importlib.import_module(f"{__package__}.{name}")
+    except ModuleNotFoundError:
+        return None
+    # A handler built with newer headers than the runtime's registers without a word, and then no
+    # backend starts.
+    header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    runtime = tuple(map(int, re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)))
+    if module.api_version() > runtime:
+        built, runtime = (".".join(map(str, v)) for v in (module.api_version(), runtime))
+        raise ImportError(
+            f"jax_kda.{name} was built for XLA FFI API {built}, but jax {jax.__version__} has "
+            f"{runtime}: upgrade jax, or reinstall jax_kda with pip's build isolation"
+        )
+    for target, capsule in module.handlers().items():
+        jax.ffi.register_ffi_target(target, capsule, platform=platform)
+    return module
+
+
+_cpu = _load("_cpu", "cpu")
+_cuda = _load("_cuda", "CUDA")
+if _cpu is None:
+    raise ImportError(
+        f"jax_kda in {Path(__file__).parent} is not compiled: run `pip install -e .` in its clone, "
+        "or start Python elsewhere to import an installed one"
+    )
+
+
+def handlers() -> dict[str, dict[str, list[str]]]:
+    """The compiled handlers of this installation, and the devices of this machine they run on.
+
+    For example `{"kda_chunk_fwd": {"cpu": ["cpu"], "cuda": ["NVIDIA H200"]}}`. A platform is missing
+    when the package was built without it; its list is empty where it has no device that the handler
+    supports. Starts JAX's backends.
+    """
+
+    def device_kinds(platform: str) -> list[str]:
+        try:
+            devices = jax.local_devices(backend=platform)
+        except RuntimeError:  # JAX has no such backend here
+            return []
+        runs = (d for d in devices if platform == "cpu" or d.compute_capability == "9.0")
+        return sorted({d.device_kind for d in runs})
+
+    modules = {"cpu": _cpu, "cuda": _cuda}
+    built = {platform: module.handlers() for platform, module in modules.items() if module}
+    return {t: {p: device_kinds(p) for p in built if t in built[p]} for t in FFI_TARGETS}
+
+
+def cuda_supports(dtype: Any, K: int, V: int) -> bool:
+    """Whether the CUDA handler runs q, k, v of this dtype and these head sizes."""
+    return bool(dtype == jnp.bfloat16 and K == 128 and V == 128)
+
+
+def chunk_fwd_workspace_bytes(B, T, HV, K, V, M, packed):
+    """ChunkFwdWorkspaceBytes of the CUDA handler, on symbolic dimensions too."""
+    del V
+    C = 64
+    NT = B * ((T + C * M) // C) if packed else B * ((T + C - 1) // C)
+    image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4
+    return NT * HV * image + (16 * NT + 32 * B * M if packed else 0) + 256
+
+
+# ---- One call -----------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """The static options of a call."""
+
+    scale: float
+    lower_bound: float | None
+    gate: str  # "activated", "softplus" or "lower_bound"
+    beta_mode: str  # "probability", "sigmoid" or "two_sigmoid"
+    l2norm: bool
+    output_final_state: bool
+    implementation: str | None  # None, "ffi" or "reference"
+
+
+class Signature(NamedTuple):
+    """What is static about a call, besides types. Transforms take arrays only: they close over it."""
+
+    config: Config
+    names: tuple[str, ...]  # of the operands, in the order of the FFI call
+    offsets_step: int  # 0: no offsets, 1: [..., M + 1], 2: [..., M, 2]; under vmap ranks can't tell
+
+    def named(self, operands: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.names, operands, strict=True))
+
+
+# Written and never read. They are operands so that results can be aliased to them.
+_BUFFERS = ("out", "final_state")
+_GATES = {"activated": 0, "softplus": 1, "lower_bound": 2}
+_BETA_MODES = {"probability": 0, "sigmoid": 1, "two_sigmoid": 2}
+
+
+def _attributes(sig: Signature) -> dict[str, Any]:
+    """Attributes of exactly the types that C++ declares: a Python float would arrive as f64."""
+    config = sig.config
+    return dict(
+        scale=np.float32(config.scale),
+        lower_bound=np.float32(config.lower_bound or 0.0),
+        gate=np.int32(_GATES[config.gate]),
+        beta_mode=np.int32(_BETA_MODES[config.beta_mode]),
+        l2norm=np.bool_(config.l2norm),
+        has_A_log=np.bool_("A_log" in sig.names),
+        has_dt_bias=np.bool_("dt_bias" in sig.names),
+        has_initial_state=np.bool_("initial_state" in sig.names),
+        offsets_step=np.int32(sig.offsets_step),
+        has_final_state=np.bool_(config.output_final_state),
+    )
+
+
+def _sequences(sig: Signature, x: dict[str, Any]) -> Any:
+    """M, the number of sequences a row."""
+    if sig.offsets_step == 0:
+        return 1
+    return x["offsets"].shape[-1] - 1 if sig.offsets_step == 1 else x["offsets"].shape[-2]
+
+
+def _type_like(o: Any, shape: Sequence[Any], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A type that varies over the manual mesh axes that o varies over."""
+    sharding, varies = NamedSharding(o.sharding.mesh, P()), o.manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=varies)
+
+
+def _result_types(sig: Signature, x: dict[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types of o and, if wanted, the final state."""
+    o = jax.typeof(x.get("out", x["v"]))
+    if not sig.config.output_final_state:
+        return (o,)
+    if (state := x.get("final_state", x.get("initial_state"))) is not None:
+        return o, jax.typeof(state)
+    *rows, _, HV, V = o.shape
+    shape = (*rows[:-1], rows[-1] * _sequences(sig, x), HV, V, x["q"].shape[-1])
+    return o, _type_like(o, shape, jnp.float32)
+
+
+def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    x = sig.named(operands)
+    results = _result_types(sig, x)
+    aliases = {sig.names.index("out"): 0} if "out" in x else {}
+    if sig.config.output_final_state and (state := x.keys() & {"initial_state", "final_state"}):
+        # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
+        aliases[max(map(sig.names.index, state))] = 1
+    workspace = ()
+    if (
+        platform == "cuda"
+    ):  # XLA plans the workspace as a result: handlers can't allocate inside a CUDA graph
+        *rows, T, HV, V = x["v"].shape
+        K, M, packed = x["q"].shape[-1], _sequences(sig, x), sig.offsets_step != 0
+        nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, K, V, M, packed)
+        workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
+    call = jax.ffi.ffi_call("kda_chunk_fwd", (*results, *workspace), input_output_aliases=aliases)
+    return tuple(call(*operands, **_attributes(sig)))[: len(results)]
+
+
+def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    options = sig.config._asdict()
+    del options["implementation"]
+    inputs = {name: value for name, value in x.items() if name not in _BUFFERS}
+    o, state = reference.chunk_fwd(**inputs, **options)
+    if state is None:
+        return (o,)
+    return o, state.astype(x["final_state"].dtype) if "final_state" in x else state
+
+
+def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernel or the reference, whichever runs on the platform this is lowered for."""
+    cpu, cuda = (functools.partial(_ffi_call, sig, platform) for platform in ("cpu", "cuda"))
+    if sig.config.implementation == "ffi":
+        return jax.lax.platform_dependent(*operands, cpu=cpu, cuda=cuda)
+    x = sig.named(operands)
+    plain = lambda *operands: _reference(sig, sig.named(operands))
+    runs = _cuda is not None and cuda_supports(x["q"].dtype, x["q"].shape[-1], x["v"].shape[-1])
+    return jax.lax.platform_dependent(
+        *operands, cpu=cpu, cuda=cuda if runs else plain, default=plain
+    )
+
+
+# ---- Sharding -----------------------------------------------------------------------------------
+
+
+def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The axes by name, of operands and results. Rows of tokens are counted by axes b0, b1, ..."""
+    rows = tuple(f"b{i}" for i in range(len(x["q"].shape) - 3))
+    # A state has the sequences of all rows where tokens have the last of these axes.
+    sequences = {0: rows, 1: (*rows[:-1], "n"), 2: (*rows[:-1], "bm")}[sig.offsets_step]
+
+    def gate_parameter(
+        name: str, *axes: str
+    ) -> tuple[str, ...]:  # shared by all rows, or one for each
+        return axes if name not in x or len(x[name].shape) == len(axes) else (*rows, *axes)
+
+    q, v, state = (*rows, "t", "h", "k"), (*rows, "t", "hv", "v"), (*sequences, "hv", "v", "k")
+    return dict(
+        q=q,
+        k=q,
+        v=v,
+        g=(*rows, "t", "hv", "k"),
+        beta=(*rows, "t", "hv"),
+        A_log=gate_parameter("A_log", "hv"),
+        dt_bias=gate_parameter("dt_bias", "hv", "k"),
+        offsets=(*rows[:-1], "n1") if sig.offsets_step == 1 else (*rows, "m", "pair"),
+        initial_state=state,
+        out=v,
+        final_state=state,
+        o=v,
+    )
+
+
+def _results(sig: Signature) -> tuple[str, ...]:
+    return ("o", "final_state") if sig.config.output_final_state else ("o",)
+
+
+def _sharding_rule(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]):
+    """Which axes shard together, for Shardy to propagate: an einsum over the names of `_axes`."""
+    del mesh, results
+    x = sig.named(operands)
+    axes = _axes(sig, x)
+    H, HV = x["q"].shape[-2], x["v"].shape[-2]
+    last, B, M = axes["q"][-4], x["q"].shape[-4], _sequences(sig, x)
+    # A compound factor may not have a part of size 1.
+    heads = {"h": "h", "hv": "h" if H == HV else "hv" if H == 1 else "(h r)"}
+    states = {"bm": last if M == 1 else "m" if B == 1 else f"({last} m)"}
+    sizes = {"r": HV // H} if heads["hv"] == "(h r)" else {}
+    factor = lambda name: " ".join((heads | states).get(axis, axis) for axis in axes[name])
+    rule = f"{', '.join(map(factor, sig.names))} -> {', '.join(map(factor, _results(sig)))}"
+    return rule, sizes
+
+
+def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]):
+    """Forces o's sharding of rows and heads on all, and everything else whole.
+
+    Where an axis is left sharded that must not be, the numbers are wrong. Heads shard only into as
+    many parts as q's can: every device must see the true ratio of HV to H.
+    """
+    x = sig.named(operands)
+    axes = _axes(sig, x)
+    spec = dict(zip(axes["o"], (*results[0].sharding.spec, *[None] * len(axes["o"])), strict=False))
+
+    def keep(axis: str, size: int):  # the mesh axes that shard it, if they divide it
+        names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],) if spec[axis] else ()
+        return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+    sizes = dict(zip(axes["q"], x["q"].shape, strict=True))
+    shards = {axis: keep(axis, sizes[axis]) for axis in axes["q"][:-3]}
+    shards["bm"] = shards[axes["q"][-4]]  # row-major, so a shard of rows has whole states
+    shards["h"] = shards["hv"] = None if spec["hv"] is None else keep("hv", sizes["h"])
+    place = lambda name: NamedSharding(mesh, P(*map(shards.get, axes[name])))
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:  # on one device's shards: no mesh
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return _call(sig, *operands)
+
+    return mesh, call, tuple(map(place, _results(sig))), tuple(map(place, sig.names))
+
+
+# ---- Transforms ---------------------------------------------------------------------------------
+
+
+def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequence[jax.Array]):
+    """Operands with one more leading axis, except gate parameters that all rows share."""
+    rows = operands[0].shape[batched[0] : -3]
+
+    def prepend(name: str, a: jax.Array, is_batched: bool) -> jax.Array:
+        rank = {"A_log": 1, "dt_bias": 2}.get(name)
+        shared = a.ndim - is_batched == rank
+        if shared and is_batched:  # from now on one for each row
+            shape = (size, *rows, *a.shape[1:])
+            return jax.lax.broadcast_in_dim(a, shape, (0, *range(len(shape) - rank, len(shape))))
+        return a if shared or is_batched else jax.lax.broadcast(a, (size,))
+
+    return tuple(map(prepend, sig.names, operands, batched))
+
+
+def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]):
+    """Cotangents of all operands, None for offsets and buffers."""
+    inputs = dict(inputs)
+    fixed = {"offsets": inputs.pop("offsets")} if sig.offsets_step else {}
+    _, vjp = jax.vjp(lambda inputs: _reference(sig, inputs | fixed), inputs)
+    (gradient,) = vjp(cotangents)
+    return tuple(map(gradient.get, sig.names))
+
+
+def _in_plain_axes(sig: Signature, op: Callable, operands: Sequence[jax.Array]):
+    """Calls op where explicit mesh axes are automatic, on operands that vary alike over manual ones.
+
+    So Shardy partitions the call as on any mesh, the branches of platform_dependent have one type,
+    and what op returns varies as much as any operand.
+    """
+    types = [jax.typeof(a) for a in operands]
+    varying = frozenset().union(*(t.manual_axis_type.varying for t in types))
+    missing = [tuple(varying - t.manual_axis_type.varying) for t in types]
+    operands = [
+        jax.lax.pcast(a, axes, to="varying") if axes else a
+        for a, axes in zip(operands, missing, strict=True)
+    ]
+    meshes = (t.sharding.mesh for t in types)
+    if (mesh := next((m for m in meshes if m.explicit_axes), None)) is None:
+        return op(*operands)
+
+    # o is sharded as out or v are; a state as the given one, or by rows and heads as o is.
+    spec = lambda t: (*t.sharding.spec, *[None] * (t.ndim - len(t.sharding.spec)))
+    x = sig.named(types)
+    o = spec(x.get("out", x["v"]))
+    state = x.get("final_state", x.get("initial_state"))
+    specs = o, spec(state) if state is not None else (*o[:-3], o[-2], None, None)
+    shardings = tuple(NamedSharding(mesh, P(*s)) for s in specs[: len(_results(sig))])
+    return jax.sharding.auto_axes(op, axes=mesh.explicit_axes, out_sharding=shardings)(*operands)
+
+
+@functools.cache
+def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
+    call = functools.partial(_call, sig)
+    partitioned = custom_partitioning(call)
+    partitioned.def_partition(
+        functools.partial(_partition, sig), sharding_rule=functools.partial(_sharding_rule, sig)
+    )
+
+    @custom_vmap
+    def batched(*operands):
+        # custom_partitioning aborts the process where some mesh axes are manual and others are not.
+        mesh = jax.sharding.get_abstract_mesh()
+        partially_manual = bool(mesh.manual_axes) and len(mesh.manual_axes) < len(mesh.axis_names)
+        return call(*operands) if partially_manual else partitioned(*operands)
+
+    @batched.def_vmap
+    def _(size, is_batched, *operands):
+        results = batched(*_batch(sig, size, is_batched, operands))
+        return results, (True,) * len(results)
+
+    def forward(*operands):
+        inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
+        return batched(*operands), inputs
+
+    differentiable = jax.custom_vjp(batched)
+    differentiable.defvjp(forward, functools.partial(_backward, sig))
+
+    def kda_chunk_fwd(*operands):
+        plain = sig.config.implementation == "reference"
+        op = (lambda *a: _reference(sig, sig.named(a))) if plain else differentiable
+        return _in_plain_axes(sig, op, operands)
+
+    return jax.jit(kda_chunk_fwd)
+
+
+def chunk_fwd(
+    config: Config,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    offsets: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    out: jax.Array | None = None,
+    final_state: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`reference.chunk_fwd` on validated arguments, by the kernel where there is one.
+
+    o is written into `out`, and a returned state into `final_state` or else `initial_state`, where
+    that array's memory is free for it: donated, or not used afterwards. Else XLA copies it first.
+    """
+    assert final_state is None or config.output_final_state
+    operands = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        offsets=offsets,
+        initial_state=initial_state,
+        out=out,
+        final_state=final_state,
+    )
+    given = {name: a for name, a in operands.items() if a is not None}
+    offsets_step = 0 if offsets is None else 1 if offsets.ndim == 1 else 2
+    o, *state = _build(Signature(config, tuple(given), offsets_step))(*given.values())
+    return o, state[0] if state else None
