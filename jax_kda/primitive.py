@@ -72,9 +72,9 @@ if _cpu is None:
 def handlers() -> dict[str, dict[str, list[str]]]:
     """The compiled handlers of this installation, and the devices of this machine they run on.
 
-    For example `{"kda_chunk_fwd": {"cpu": ["cpu"], "cuda": ["NVIDIA H200"]}}`. A platform is missing
-    when the package was built without it; its list is empty where it has no device that the handler
-    supports. Starts JAX's backends.
+    For example `{"kda_chunk_fwd": {"cpu": ["cpu"], "cuda": ["NVIDIA H200"]}}`. A platform that the
+    package was built without is missing; its list is empty where there is no device that the
+    handler supports. Starts JAX's backends.
     """
 
     def device_kinds(platform: str) -> list[str]:
@@ -120,7 +120,7 @@ class Config(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What is static about a call, besides types. Transforms take arrays only: they close over it."""
+    """What is static about a call, besides types. Transforms take arrays only and close over it."""
 
     config: Config
     names: tuple[str, ...]  # of the operands, in the order of the FFI call
@@ -326,7 +326,7 @@ def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[ja
 
 
 def _in_plain_axes(sig: Signature, op: Callable, operands: Sequence[jax.Array]):
-    """Calls op where explicit mesh axes are automatic, on operands that vary alike over manual ones.
+    """Calls op where explicit mesh axes are automatic, on operands that vary over the same axes.
 
     So Shardy partitions the call as on any mesh, the branches of platform_dependent have one type,
     and what op returns varies as much as any operand.
