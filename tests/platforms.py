@@ -46,16 +46,16 @@ def draw(
     state: bool = False,
     raw: bool = False,
     seed: int = 0,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Random arguments: unit keys, log decays and probabilities; `raw`: what becomes them."""
     rng = np.random.default_rng(seed)
     HV = HV or H
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    x = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, HV, V)}
+    x: dict[str, Any] = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, HV, V)}
     x |= {"g": normal(B, T, HV, K), "beta": normal(B, T, HV)}
     if not raw:
         for name in "qk":
-            x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
+            x[name] = x[name] / np.float32(np.linalg.norm(x[name], axis=-1, keepdims=True))
         x["g"] = -np.log1p(np.exp(x["g"] - 2))
         x["beta"] = 1 / (1 + np.exp(-x["beta"]))
     for name in ("q", "k", "v"):
@@ -65,11 +65,16 @@ def draw(
     return x
 
 
+def op(x: dict[str, Any], **options: Any) -> Any:
+    """`chunk_kda` on arguments by name; both results unless told otherwise."""
+    arguments: dict[str, Any] = {"output_final_state": True, **x, **options}
+    return chunk_kda(**arguments)
+
+
 def run(platform: Platform, x: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Output and final state of the compiled kernel."""
-    options |= {"output_final_state": True, "implementation": "ffi"}
     with jax.default_device(jax.local_devices(backend=platform.name)[0]):
-        o, state = chunk_kda(**x, **options)
+        o, state = op(x, **options, implementation="ffi")
     return np.asarray(o), np.asarray(state)
 
 
