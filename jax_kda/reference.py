@@ -165,6 +165,9 @@ def chunk_fwd(
         if not packed:
             S, (o, _) = jax.lax.scan(chunk, S, (*_split(tokens, T), None, None))
             return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype)
+        if T == 0:  # nothing to take chunks from
+            untouched = jnp.zeros((M, HV, V, K), state_dtype) if S0 is None else S0
+            return tokens[2], untouched if output_final_state else None
 
         chunks = _chunk_table(spans, T)
         tokens = jax.tree.map(lambda x: _take(x, chunks.token), tokens)

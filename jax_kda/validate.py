@@ -295,7 +295,7 @@ def _static_float(name, value) -> float:
 
 
 def _at_least_float32(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def _array(name, x):

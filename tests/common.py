@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from platforms import rms_ratio
 
-# Arguments of chunk_kda that have a gradient.
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
