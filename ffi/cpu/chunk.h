@@ -52,10 +52,15 @@ struct PreparedChunk {
   float* k_restored;  // [C, Kp]
   float* Aqk;         // [C, C]
   float* Akk;         // [C, C]
-  float* S_decay;     // [Kp]  exp(G_last)
-  float* beta;        // [C]
+  // exp(G_last) = S_decay + S_decay_low, [Kp] each. Weak gates hardly move S: with one float32, the
+  // rounding of a decay near 1 would add up over the chunks.
+  float* S_decay;
+  float* S_decay_low;
+  float* beta;  // [C]
 
-  static int64_t Size(int64_t Kp) { return 3 * kChunk * Kp + 2 * kChunk * kChunk + Kp + kChunk; }
+  static int64_t Size(int64_t Kp) {
+    return 3 * kChunk * Kp + 2 * kChunk * kChunk + 2 * Kp + kChunk;
+  }
 
   static PreparedChunk At(float* p, int64_t Kp) {
     PreparedChunk c;
@@ -65,7 +70,8 @@ struct PreparedChunk {
     c.Aqk = c.k_restored + kChunk * Kp;
     c.Akk = c.Aqk + kChunk * kChunk;
     c.S_decay = c.Akk + kChunk * kChunk;
-    c.beta = c.S_decay + Kp;
+    c.S_decay_low = c.S_decay + Kp;
+    c.beta = c.S_decay_low + Kp;
     return c;
   }
 };
@@ -326,7 +332,9 @@ struct Prepare {
         }
         after += Isa::Load(s.block_total + I * Kp + i);
       }
-      Isa::Store(c.S_decay + i, Isa::ExpNonPositive(after));
+      F low;
+      Isa::Store(c.S_decay + i, Isa::ExpNonPositive(after, low));
+      Isa::Store(c.S_decay_low + i, low);
     }
   }
 };
@@ -369,9 +377,9 @@ struct Scan {
     }
     for (int64_t i = 0; i < Kp; i += kRows) {
       Tile<Isa, 2> tile;
-      tile.Load(S + i * kStrip, kStrip);
-      tile.ScaleRows(c.S_decay + i);
+      tile.Zero();  // not S: it would be rounded 64 times a chunk instead of once
       tile.MultiplyAdd(c.k_restored + i, 1, Kp, v, kStrip, rows);
+      tile.AddScaledRows(c.S_decay + i, c.S_decay_low + i, S + i * kStrip, kStrip);
       tile.Store(S + i * kStrip, kStrip);
     }
     StoreO();

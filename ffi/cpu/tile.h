@@ -44,12 +44,16 @@ struct Tile {
     }
   }
 
-  // Row i times factor[i].
-  [[gnu::always_inline]] void ScaleRows(const float* factor) {
+  // acc += diag(high + low) X.
+  [[gnu::always_inline]] void AddScaledRows(const float* high, const float* low, const float* x,
+                                            int64_t row_stride) {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
-      for (int j = 0; j < kVecs; ++j) acc[i][j] *= factor[i];
+      for (int j = 0; j < kVecs; ++j) {
+        const F xij = Isa::Load(x + i * row_stride + j * kLanes);
+        acc[i][j] = xij * high[i] + (xij * low[i] + acc[i][j]);
+      }
     }
   }
 

@@ -20,24 +20,24 @@ struct VecTypes;
 template <>
 struct VecTypes<4> {
   typedef float F __attribute__((vector_size(16), may_alias));
-  typedef int32_t I __attribute__((vector_size(16), may_alias));
+  typedef uint32_t U __attribute__((vector_size(16), may_alias));
 };
 template <>
 struct VecTypes<8> {
   typedef float F __attribute__((vector_size(32), may_alias));
-  typedef int32_t I __attribute__((vector_size(32), may_alias));
+  typedef uint32_t U __attribute__((vector_size(32), may_alias));
 };
 template <>
 struct VecTypes<16> {
   typedef float F __attribute__((vector_size(64), may_alias));
-  typedef int32_t I __attribute__((vector_size(64), may_alias));
+  typedef uint32_t U __attribute__((vector_size(64), may_alias));
 };
 
 template <int kLanes_>
 struct Simd {
   static constexpr int kLanes = kLanes_;
   using F = typename VecTypes<kLanes>::F;
-  using I = typename VecTypes<kLanes>::I;
+  using U = typename VecTypes<kLanes>::U;
 
   // All arrays of the kernel are aligned to 64 bytes and all offsets used here are multiples of
   // kLanes.
@@ -45,14 +45,14 @@ struct Simd {
   static void Store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
   static F Splat(float x) { return x - F{}; }       // x - 0 is x, also for -0
   static F Max(F x, F y) { return x < y ? y : x; }  // NaN in x is kept
-  static F Abs(F x) { return FromBits(Bits(x) & 0x7fffffff); }
+  static F Abs(F x) { return FromBits(Bits(x) & 0x7fffffffu); }
 
-  static I Bits(F x) {
-    I bits;
+  static U Bits(F x) {
+    U bits;
     std::memcpy(&bits, &x, sizeof(x));
     return bits;
   }
-  static F FromBits(I bits) {
+  static F FromBits(U bits) {
     F x;
     std::memcpy(&x, &bits, sizeof(x));
     return x;
@@ -68,22 +68,20 @@ struct Simd {
   }
 
   // exp(x) for x <= 0, relative error below 1e-7; 0 below exp(-87.3), where float32 stops being
-  // normal. NaN stays NaN. x = n ln 2 + r with |r| <= ln 2 / 2; 1.5 * 2^23 rounds to an integer and
-  // leaves it in the low bits.
+  // normal. NaN stays NaN.
   static F ExpNonPositive(F x) {
-    constexpr float kRound = 12582912.0f;
-    constexpr float kMin = -87.3f;
-    const F shifted = x * 1.44269504f + kRound;
-    const F n = shifted - kRound;
-    const F r =
-        (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: n * first is exact
-    F p = r * 1.38146e-3f + 8.36872e-3f;
-    p = p * r + 4.166839e-2f;
-    p = p * r + 1.6666521e-1f;
-    p = p * r + 4.9999993e-1f;
-    const F y = r * r * p + r + 1.0f;
-    const F power = FromBits((Bits(shifted) << 23) + (127 << 23));
-    return x < kMin ? F{} : y * power;
+    F power;
+    const F m = Expm1Reduced(x, power);
+    return x < kExpMin ? F{} : (m + 1.0f) * power;
+  }
+
+  // exp(x) = high + low for x <= 0, with a few more bits than float32 where exp(x) > 1/2.
+  static F ExpNonPositive(F x, F& low) {
+    F power;
+    const F m = Expm1Reduced(x, power);
+    const F high = x < kExpMin ? F{} : (m + 1.0f) * power;
+    low = power < 1.0f ? F{} : m - (high - 1.0f);
+    return high;
   }
 
   // log(1 + t) for 0 <= t <= 1 with small relative error: 2 atanh(t / (2 + t)).
@@ -103,6 +101,25 @@ struct Simd {
   }
 
   static F Softplus(F x) { return Max(x, F{}) + Log1pUnit(ExpNonPositive(-Abs(x))); }
+
+ private:
+  static constexpr float kExpMin = -87.3f;
+
+  // exp(x) = (1 + result) power. x = n ln 2 + r with |r| <= ln 2 / 2, power = 2^n; 1.5 * 2^23
+  // rounds to an integer and leaves it in the low bits. For x < kExpMin the power is garbage.
+  static F Expm1Reduced(F x, F& power) {
+    constexpr float kRound = 12582912.0f;
+    const F shifted = x * 1.44269504f + kRound;
+    const F n = shifted - kRound;
+    const F r =
+        (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: n * first is exact
+    F p = r * 1.38146e-3f + 8.36872e-3f;
+    p = p * r + 4.166839e-2f;
+    p = p * r + 1.6666521e-1f;
+    p = p * r + 4.9999993e-1f;
+    power = FromBits((Bits(shifted) << 23) + (127u << 23));
+    return r * r * p + r;
+  }
 };
 
 // bfloat16 as stored: the upper half of a float32.
