@@ -14,7 +14,7 @@
 #   sanitize  compute-sanitizer over the launcher
 #   bench     bench.py
 #
-# Runs all stages by default. A failing stage stops no other; the exit status says that one failed.
+# Runs all stages by default, after a look at which handlers run here. A failing stage stops no other; the exit status says that one failed.
 set -u
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
 
@@ -49,6 +49,16 @@ cd "$site" || exit 1  # in the clone, its jax_kda folder would hide the installe
 
 gpu_tests() { timeout "$limit" python3 -m pytest -p no:cacheprovider -c "$root/pyproject.toml" -m gpu "$@"; }
 
+stage_handlers() {
+  python3 - <<'PYTHON'
+import jax, jax_kda
+
+print(jax.__version__, jax.devices(), handlers := jax_kda.handlers())
+if not handlers["kda_chunk_fwd"].get("cuda"):
+    raise SystemExit("no CUDA handler runs here")
+PYTHON
+}
+
 stage_main() { timeout "$limit" python3 -m jax_kda; }
 
 stage_tests() { gpu_tests -q "$root/tests"; }
@@ -59,6 +69,7 @@ stage_sanitize() {
   local driver=$wheels/kda_sanitizer_driver
   if [ ! -e "$driver" ]; then
     cmake -S "$root" -B build -G Ninja -DKDA_CUDA=ON -DKDA_SANITIZER_DRIVER=ON \
+      -DPython_EXECUTABLE="$(python3 -c 'import sys; print(sys.executable)')" \
       -Dnanobind_DIR="$(python3 -m nanobind --cmake_dir)" &&
       cmake --build build --target kda_sanitizer_driver || return 1
     driver=build/kda_sanitizer_driver
@@ -82,7 +93,7 @@ digest() {
 
 status=0
 summary=()
-for stage in "$@"; do
+for stage in handlers "$@"; do
   SECONDS=0
   if "stage_$stage" >"$out/$stage.log" 2>&1; then
     verdict=passed

@@ -132,6 +132,10 @@ def needs_lower_bound(case):
     return "no softplus gate" if case.lower_bound is None else None
 
 
+def needs_few_tokens(case):
+    return "one token at a time: short sequences only" if case.T > 2048 else None
+
+
 def needs_rows(case):
     return "no packed sequences" if case.lens else None
 
@@ -142,7 +146,7 @@ CUTS = "cuts history where gates are strong and heads few"
 
 IMPLEMENTATIONS = {
     "jax_kda": Implementation("jax_kda", "jax", jax_kda_fwd, in_place=True),
-    "reference": Implementation("jax_kda", "jax", jax_kda_reference),
+    "reference": Implementation("jax_kda", "jax", jax_kda_reference, refuses=needs_few_tokens),
     "flash_kda": Implementation("flash_kda", "torch", flash_kda_fwd, refuses=needs_lower_bound),
     "fla": Implementation(
         "fla", "torch", fla_chunk_kda, state_k_first=True, env=("FLA_FLASH_KDA=0",)
