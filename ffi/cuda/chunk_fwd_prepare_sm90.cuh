@@ -8,8 +8,8 @@
 // A pair of rows (i, j), i > j, in different quads costs  q_up_i (decay between the quads) k_down_j: tensor cores, with the
 // decay between folded into the fragments. Pairs within a quad are summed in fp32 while the quad is in registers.
 //
-// Grid: one block a chunk slot and value head. Block: 8 warps; when building, warp w owns sub-block w / 2 and 64 channels,
-// a lane 2 channels, so all decays live in one lane. Three blocks share an SM: 76,560 bytes, 80 registers a thread.
+// Grid: one block a chunk slot and value head. Block: 8 warps; when building, warp w owns rows 8 w to 8 w + 7 (two quads) and
+// a lane 2 channels of each half, so all decays live in one lane. Three blocks share an SM: 76,560 bytes, 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ struct PrepareConfig {
   static constexpr int kSub = 16;        // rows of a sub-block
   static constexpr int kQuad = 4;        // rows of a quad
   static constexpr int kQuadSums = 16;   // products within a quad: 10 of q (i >= j), 6 of k (i > j)
-  static constexpr int kFactorRow = kHead * 2 + 16;  // bytes; the 16 put the rows of two quads on different banks
+  static constexpr int kFactorRow = kHead * 2 + 32;  // bytes; the 32 put the rows of two quads on different banks
   // Rows of factors: 1, `before` of quads 1-3 of sub-blocks 1-3, decay from each earlier quad to sub-blocks 1-3,
   // totals of quads 1 and 2 of every sub-block.
   static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24, kFactorRows = kTotals + 8;
@@ -38,14 +38,15 @@ struct PrepareConfig {
   static constexpr int kL = 3 * kTile, kFactors = kL;
   static constexpr int kQuadTotals = kL + 10 * kBlock, kAqk = kQuadTotals;  // [16, K] fp32; [64, 64]
   static constexpr int kScratch = kAqk + kMatrix;                           // [4] blocks
-  static constexpr int kSums = kScratch;                                    // [2 halves, 16 quads, 16] fp32
-  static constexpr int kLogDecay = kSums + 2 * 16 * kQuadSums * 4;          // [4, K] fp32, log2
+  static constexpr int kSums = kScratch;                                    // [16 quads, 16] fp32
+  static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;              // [8, K] fp32, log2, of 8 rows
+  static constexpr int kBeyond = kLogDecay;                                 // [8, K] pairs: decay before and after 8 rows
   static constexpr int kDecay = kScratch + 4 * kBlock;                      // [K] fp32
   static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4, kBeta = kKNorm + kChunk * 4;
   static constexpr int kBarrier = kBeta + kChunk * 4;
   static constexpr int kBytes = kBarrier + 16;
   static_assert(kFactorRows * kFactorRow <= 10 * kBlock);
-  static_assert(kLogDecay + 4 * kHead * 4 <= kScratch + 4 * kBlock);
+  static_assert(kLogDecay + 8 * kHead * 4 <= kScratch + 4 * kBlock);
   static_assert(16 * kHead * 4 == kMatrix);
   static_assert(3 * (kBytes + 1024) <= 228 * 1024, "three blocks an SM, each with 1 KB of the system's");
 };
@@ -65,41 +66,37 @@ struct GatePair<float> {
   __device__ float2 Floats() const { return pair; }
 };
 
+// log2(exp(g)) of gate input x, with y = x slope + bias:
+//   activated    y
+//   softplus     scale softplus(x + dt_bias)                        y = log2(e) (x + dt_bias)
+//   lower bound  scale sigmoid(exp(A_log) (x + dt_bias))            y = -log2(e) exp(A_log) (x + dt_bias)
 struct GateParams {
   Gate gate;
-  float slope;        // exp(A_log)
-  float lower_bound;  // in log2
-  float2 dt_bias;     // of this lane's channels
+  float slope, scale;
+  float2 bias[2];  // of this lane's channels, by half
 };
-// log2(1 + e^x). lg2.approx has an absolute error, so small e^x take the series, and beyond 2^20 it is x itself.
-__device__ __forceinline__ float Softplus2(float x) {
-  const float y = x * kLog2E, z = Ex2(y);
+// log2(1 + 2^y). lg2.approx has an absolute error, so small 2^y take the series; beyond 2^20 it is y itself.
+__device__ __forceinline__ float Softplus2(float y) {
+  const float z = Ex2(y);
   const float series = z * kLog2E * (1.f - z * (0.5f - z * (1.f / 3 - z * (0.25f - z * 0.2f))));
   return z < 0.0625f ? series : y > 20.f ? y : Lg2(1.f + z);
 }
-__device__ __forceinline__ float Sigmoid(float x) { return Rcp(1.f + Ex2(-kLog2E * x)); }
 
-// Log decays, base 2, of a quad and this lane's channels.
+// Log decays, base 2, of a quad and this lane's channels of one half.
 template <typename G>
-__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G>* g, const GateParams& p) {
+__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G>* g, const GateParams& p, int half) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const float2 x = g[r].Floats();
-    log2_a[r] = {x.x + p.dt_bias.x, x.y + p.dt_bias.y};
+    log2_a[r] = {fmaf(x.x, p.slope, p.bias[half].x), fmaf(x.y, p.slope, p.bias[half].y)};
   }
-  switch (p.gate) {  // uniform; around the loops, so that the elements of a quad overlap
-    case Gate::kActivated:
+  // Uniform, and around the loops, so that the elements of a quad overlap.
+  if (p.gate == Gate::kSoftplus) {
 #pragma unroll
-      for (float2& x : log2_a) x = {x.x * kLog2E, x.y * kLog2E};
-      break;
-    case Gate::kSoftplus:
+    for (float2& y : log2_a) y = {p.scale * Softplus2(y.x), p.scale * Softplus2(y.y)};
+  } else if (p.gate == Gate::kLowerBound) {
 #pragma unroll
-      for (float2& x : log2_a) x = {-p.slope * Softplus2(x.x), -p.slope * Softplus2(x.y)};
-      break;
-    case Gate::kLowerBound:
-#pragma unroll
-      for (float2& x : log2_a) x = {p.lower_bound * Sigmoid(p.slope * x.x), p.lower_bound * Sigmoid(p.slope * x.y)};
-      break;
+    for (float2& y : log2_a) y = {p.scale * Rcp(1.f + Ex2(y.x)), p.scale * Rcp(1.f + Ex2(y.y))};
   }
 }
 
@@ -148,101 +145,104 @@ __device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4
   }
 }
 
-// 1 / norm of every row of q and k. A task is a quarter of a row; its pieces are read in an order that spreads the banks.
-__device__ __forceinline__ void RowNorms(uint32_t smem, int tid) {
+// 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand is the left's registers.
+__device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   using C = PrepareConfig;
+  const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
+  const int first = (warp & 3) * C::kSub, g = lane >> 2, t = lane & 3;
+  float low[4] = {}, high[4] = {};  // rows 0-15 times rows 0-7 and 8-15
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const uint32_t tile = smem + (which ? C::kK : C::kQ);
-    const int row = tid >> 2, quarter = tid & 3, half = quarter >> 1;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 x = Lds128(tile + half * kHalfTile + Swizzled(row, (quarter & 1) * 4 + (i ^ (half * 2))));
-      const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sum = fmaf(Bf16Lo(pairs[j]), Bf16Lo(pairs[j]), sum);
-        sum = fmaf(Bf16Hi(pairs[j]), Bf16Hi(pairs[j]), sum);
-      }
-    }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (quarter == 0) StsF32(smem + (which ? C::kKNorm : C::kQNorm) + row * 4, Rsqrt(sum + 1e-6f));
+  for (int step = 0; step < kHead / 16; ++step) {
+    uint32_t x[4];
+    Ldmatrix(x, tile + (step >> 2) * kHalfTile + Swizzled(first + (lane & 15), (step & 3) * 2 + (lane >> 4)));
+    Mma<Bf16>(low, x, x[0], x[2]);
+    Mma<Bf16>(high, x, x[1], x[3]);
+  }
+  if (t == g >> 1) {  // accumulators 0, 1 are row g, 2, 3 row g + 8, at columns 2 t and 2 t + 1
+    const uint32_t norms = smem + (warp < 4 ? C::kQNorm : C::kKNorm) + (first + g) * 4;
+    StsF32(norms, Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f));
+    StsF32(norms + 32, Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f));
   }
 }
 
-// The quads of one sub-block and 64 channels: q_up, k_up, k_down in place of q and k, quad totals, products within quads.
+// This warp's two quads: q_up, k_up, k_down in place of q and k, quad totals, products within quads.
 template <typename Operand, bool kL2Norm, typename G>
-__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)[16], const GateParams& gate, int valid, int warp,
+__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)[2][8], const GateParams& gate, int valid, int warp,
                                            int lane) {
   using C = PrepareConfig;
-  const int sub = warp >> 1, half = warp & 1, channel = half * 64 + 2 * lane;
-  const uint32_t column = smem + half * kHalfTile + sub * C::kSub * 128 + (lane & 3) * 4;
-  const int rows_left = valid - sub * C::kSub;
-  float2 log_decay = {0.f, 0.f};
+  const int rows_left = valid - warp * 8;
+  const uint32_t rows = smem + warp * 8 * 128 + lane * 4;
 #pragma unroll
-  for (int quad = 0; quad < 4; ++quad) {
-    float2 a[4], q[4], k[4];
+  for (int quad = 0; quad < 2; ++quad) {
+    float sums[C::kQuadSums] = {};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const uint32_t at = column + Swizzled(quad * 4 + r, lane >> 2);
-      const uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
-      q[r] = {Bf16Lo(q_pair), Bf16Hi(q_pair)};
-      k[r] = {Bf16Lo(k_pair), Bf16Hi(k_pair)};
-    }
-    if (kL2Norm) {
-      const uint32_t norms = smem + (sub * C::kSub + quad * 4) * 4;
-      const float4 q_norm = LdsF32x4(norms + C::kQNorm), k_norm = LdsF32x4(norms + C::kKNorm);
-      const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w}, k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t column = rows + half * kHalfTile;
+      float2 a[4], q[4], k[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        q[r] = {q[r].x * q_norms[r], q[r].y * q_norms[r]};
-        k[r] = {k[r].x * k_norms[r], k[r].y * k_norms[r]};
+        const uint32_t at = InRow(column, quad * 4 + r);
+        const uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
+        q[r] = {Bf16Lo(q_pair), Bf16Hi(q_pair)};
+        k[r] = {Bf16Lo(k_pair), Bf16Hi(k_pair)};
       }
-    }
-    QuadDecays(a, &g[quad * 4], gate);
-    if (rows_left < quad * 4 + 4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
+      if (kL2Norm) {
+        const uint32_t norms = smem + (warp * 8 + quad * 4) * 4;
+        const float4 q_norm = LdsF32x4(norms + C::kQNorm), k_norm = LdsF32x4(norms + C::kKNorm);
+        const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w}, k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          q[r] = {q[r].x * q_norms[r], q[r].y * q_norms[r]};
+          k[r] = {k[r].x * k_norms[r], k[r].y * k_norms[r]};
+        }
+      }
+      QuadDecays(a, &g[half][quad * 4], gate, half);
+      if (rows_left < quad * 4 + 4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          if (quad * 4 + r >= rows_left) a[r] = q[r] = k[r] = {0.f, 0.f};
+        }
+      }
+      {
+        // The first quad's sum waits in shared memory: registers are short here.
+        const uint32_t at = smem + C::kLogDecay + (warp * kHead + half * 64 + 2 * lane) * 4;
+        float2 log_decay = {0.f, 0.f};
+        if (quad == 1) log_decay = LdsF32x2(at);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) log_decay = {log_decay.x + a[r].x, log_decay.y + a[r].y};
+        StsF32x2(at, log_decay.x, log_decay.y);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[r] = {Ex2(a[r].x), Ex2(a[r].y)};
+      // Row by row; d[j] is k_j decayed to the current row. The sums fill two triangles: q_i k_j, i >= j, and k_i k_j, i > j.
+      float2 d[4], up = {1.f, 1.f};
+      int next_q = 0, next_k = 10;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        up = {up.x * a[i].x, up.y * a[i].y};
+#pragma unroll
+        for (int j = 0; j < i; ++j) {
+          d[j] = {d[j].x * a[i].x, d[j].y * a[i].y};
+          sums[next_q] = fmaf(q[i].x, d[j].x, fmaf(q[i].y, d[j].y, sums[next_q]));
+          sums[next_k] = fmaf(k[i].x, d[j].x, fmaf(k[i].y, d[j].y, sums[next_k]));
+          ++next_q, ++next_k;
+        }
+        d[i] = k[i];
+        sums[next_q] = fmaf(q[i].x, k[i].x, fmaf(q[i].y, k[i].y, sums[next_q]));
+        ++next_q;
+        const uint32_t at = InRow(column, quad * 4 + i);
+        Sts32(at + C::kQ, Pack<Operand>(q[i].x * up.x, q[i].y * up.y));
+        Sts32(at + C::kK, Pack<Operand>(k[i].x * up.x, k[i].y * up.y));
+      }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        if (quad * 4 + r >= rows_left) a[r] = q[r] = k[r] = {0.f, 0.f};
+        Sts32(InRow(column, quad * 4 + r) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
       }
+      StsF32x2(smem + C::kQuadTotals + ((warp * 2 + quad) * kHead + half * 64 + 2 * lane) * 4, up.x, up.y);
     }
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      log_decay = {log_decay.x + a[r].x, log_decay.y + a[r].y};
-      a[r] = {Ex2(a[r].x), Ex2(a[r].y)};
-    }
-    // Products within the quad, row by row: `d[j]` is k_j decayed to the current row.
-    float sums[C::kQuadSums];
-    float2 d[4], up = {1.f, 1.f};
-    int next_q = 0, next_k = 10;
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      up = {up.x * a[r].x, up.y * a[r].y};
-#pragma unroll
-      for (int j = 0; j < r; ++j) {
-        d[j] = {d[j].x * a[r].x, d[j].y * a[r].y};
-        sums[next_q++] = fmaf(q[r].x, d[j].x, q[r].y * d[j].y);
-        sums[next_k++] = fmaf(k[r].x, d[j].x, k[r].y * d[j].y);
-      }
-      d[r] = k[r];
-      sums[next_q++] = fmaf(q[r].x, k[r].x, q[r].y * k[r].y);
-      const uint32_t at = column + Swizzled(quad * 4 + r, lane >> 2);
-      Sts32(at + C::kQ, Pack<Operand>(q[r].x * up.x, q[r].y * up.y));
-      Sts32(at + C::kK, Pack<Operand>(k[r].x * up.x, k[r].y * up.y));
-    }
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      Sts32(column + Swizzled(quad * 4 + r, lane >> 2) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
-    }
-    StsF32x2(smem + C::kQuadTotals + ((sub * 4 + quad) * kHead + channel) * 4, up.x, up.y);
     const float sum = WarpSum16(sums, lane);
-    if ((lane & 1) == 0) {
-      StsF32(smem + C::kSums + ((half * 16 + sub * 4 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
-    }
+    if ((lane & 1) == 0) StsF32(smem + C::kSums + ((warp * 2 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
   }
-  StsF32x2(smem + C::kLogDecay + (sub * kHead + channel) * 4, log_decay.x, log_decay.y);
 }
 
 // Decays between quads, as operands, one row of `factors` each; the chunk's decay. Two threads a channel.
@@ -253,7 +253,9 @@ __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   float total[16];
 #pragma unroll
   for (int quad = 0; quad < 16; ++quad) total[quad] = LdsF32(smem + C::kQuadTotals + (quad * kHead + c) * 4);
-  auto store = [&](int row, float x) { Sts16(smem + C::kFactors + row * C::kFactorRow + c * 2, Pack<Operand>(x, 0.f)); };
+  // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie side by side.
+  const int place = (c & ~15) + (c >> 1 & 3) * 4 + (c >> 3 & 1) * 2 + (c & 1);
+  auto store = [&](int row, float x) { Sts16(smem + C::kFactors + row * C::kFactorRow + place * 2, Pack<Operand>(x, 0.f)); };
   if (tid < kHead) {
 #pragma unroll
     for (int I = 1; I < 4; ++I) {
@@ -278,8 +280,17 @@ __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
     }
     float log_decay = 0.f;
 #pragma unroll
-    for (int I = 0; I < 4; ++I) log_decay += LdsF32(smem + C::kLogDecay + (I * kHead + c) * 4);
+    for (int i = 0; i < 8; ++i) log_decay += LdsF32(smem + C::kLogDecay + (i * kHead + c) * 4);
     StsF32(smem + C::kDecay + c * 4, Ex2(log_decay));
+    float before[8], after = 1.f;
+    before[0] = 1.f;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) before[i] = before[i - 1] * total[2 * i - 2] * total[2 * i - 1];
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      Sts32(smem + C::kBeyond + (i * kHead + c) * 4, Pack<Operand>(before[i], after));
+      after *= total[2 * i] * total[2 * i + 1];
+    }
   }
 }
 
@@ -291,7 +302,7 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
   const int b_row = J * C::kSub + (lane & 7) + (lane >> 4) * 8, b_piece = (lane >> 3) & 1;
   // Fragments hold rows g = lane / 4 and g + 8: quads g / 4 and 2 + g / 4.
   const int low = lane >> 4, high = 2 + low;
-  const uint32_t factors = smem + C::kFactors + (lane & 3) * 4;
+  const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
   const uint32_t before_low = factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
   const uint32_t before_high = factors + (C::kBefore + 3 * (I - 1) + high - 1) * C::kFactorRow;
   const uint32_t across = factors + (C::kAcross + 2 * I * (I - 1) + 4 * J + low) * C::kFactorRow;
@@ -302,15 +313,18 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
     Ldmatrix(q, smem + C::kQ + half + Swizzled(a_row, piece + a_piece));
     Ldmatrix(k, smem + C::kK + half + Swizzled(a_row, piece + a_piece));
     Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
+    const uint2 low_factor = Lds64(before_low + step * 32), high_factor = Lds64(before_high + step * 32);
+    const uint32_t before[4] = {low_factor.x, high_factor.x, low_factor.y, high_factor.y};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rows g, g + 8, g, g + 8; channels 0-7, 0-7, 8-15, 8-15 of the step
-      const uint32_t f = Lds32((i & 1 ? before_high : before_low) + step * 32 + (i >> 1) * 16);
-      q[i] = MulX2<Operand>(q[i], f);
-      k[i] = MulX2<Operand>(k[i], f);
+      q[i] = MulX2<Operand>(q[i], before[i]);
+      k[i] = MulX2<Operand>(k[i], before[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // columns g (channels 0-7, 8-15), then g + 8
-      b[i] = MulX2<Operand>(b[i], Lds32(across + (i >> 1) * 2 * C::kFactorRow + step * 32 + (i & 1) * 16));
+    for (int n = 0; n < 2; ++n) {  // columns g, then g + 8; channels 0-7, 8-15
+      const uint2 factor = Lds64(across + n * 2 * C::kFactorRow + step * 32);
+      b[2 * n] = MulX2<Operand>(b[2 * n], factor.x);
+      b[2 * n + 1] = MulX2<Operand>(b[2 * n + 1], factor.y);
     }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -331,7 +345,7 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
   const uint32_t a_tile = smem + (pick & 1 ? C::kK : C::kQ), a_piece = pick >> 1;
   const int b_row = pick < 2 ? start + r : inner_upper, b_piece = pick & 1;
   const bool far = lane >= 16;  // fragment rows 4-7: for `outer`, quad 3 on the left, quad 1 on the right
-  const uint32_t factors = smem + C::kFactors + (lane & 3) * 4;
+  const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
   const uint32_t left = factors + (far ? C::kTotals + 2 * I + 1 : C::kOne) * C::kFactorRow;
   const uint32_t right = factors + (far ? C::kOne : C::kTotals + 2 * I) * C::kFactorRow;
 #pragma unroll
@@ -341,36 +355,43 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
     Ldmatrix(a, a_tile + half + Swizzled(start + 8 + r, piece + a_piece));
     Ldmatrix(a_inner, a_tile + half + Swizzled(inner_lower, piece + a_piece));
     Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
-    const uint32_t left_low = Lds32(left + step * 32), left_high = Lds32(left + step * 32 + 16);
+    const uint2 left_factor = Lds64(left + step * 32), right_factor = Lds64(right + step * 32);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], i < 2 ? left_low : left_high);
-    Mma<Operand>(outer, a, MulX2<Operand>(b[0], Lds32(right + step * 32)), MulX2<Operand>(b[1], Lds32(right + step * 32 + 16)));
+    for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], i < 2 ? left_factor.x : left_factor.y);
+    Mma<Operand>(outer, a, MulX2<Operand>(b[0], right_factor.x), MulX2<Operand>(b[1], right_factor.y));
     Mma<Operand>(inner, a_inner, b[2], b[3]);
   }
 }
 
-// Quad operands -> chunk operands, in place: q_decayed, k_decayed, k_restored of one sub-block and 64 channels.
+// Quad operands -> chunk operands, in place, of this warp's two quads: q_decayed, k_decayed, k_restored.
 template <typename Operand>
-__device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&before)[4], const uint32_t (&after)[4], int warp,
+__device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&totals)[2][2], const uint2 (&beyond)[2], int warp,
                                               int lane) {
   using C = PrepareConfig;
-  const uint32_t column = smem + (warp & 1) * kHalfTile + (warp >> 1) * C::kSub * 128 + (lane & 3) * 4;
 #pragma unroll
-  for (int quad = 0; quad < 4; ++quad) {
-    uint32_t x[12];
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t before = __byte_perm(beyond[half].x, beyond[half].y, 0x5410);
+    const uint32_t after = __byte_perm(beyond[half].x, beyond[half].y, 0x7632);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const uint32_t at = column + Swizzled(quad * 4 + r, lane >> 2);
-      x[r] = Lds32(at + C::kQ);
-      x[4 + r] = Lds32(at + C::kK);
-      x[8 + r] = Lds32(at + C::kKDown);
-    }
+    for (int quad = 0; quad < 2; ++quad) {
+      const uint32_t up = quad == 0 ? before : MulX2<Operand>(before, totals[0][half]);
+      const uint32_t down = quad == 1 ? after : MulX2<Operand>(after, totals[1][half]);
+      const uint32_t column = smem + half * kHalfTile + warp * 8 * 128 + lane * 4;
+      uint32_t x[12];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const uint32_t at = column + Swizzled(quad * 4 + r, lane >> 2);
-      Sts32(at + C::kQ, MulX2<Operand>(x[r], before[quad]));
-      Sts32(at + C::kK, MulX2<Operand>(x[4 + r], before[quad]));
-      Sts32(at + C::kKDown, MulX2<Operand>(x[8 + r], after[quad]));
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t at = InRow(column, quad * 4 + r);
+        x[r] = Lds32(at + C::kQ);
+        x[4 + r] = Lds32(at + C::kK);
+        x[8 + r] = Lds32(at + C::kKDown);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t at = InRow(column, quad * 4 + r);
+        Sts32(at + C::kQ, MulX2<Operand>(x[r], up));
+        Sts32(at + C::kK, MulX2<Operand>(x[4 + r], up));
+        Sts32(at + C::kKDown, MulX2<Operand>(x[8 + r], down));
+      }
     }
   }
 }
@@ -445,29 +466,29 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
-  const int64_t slot = blockIdx.x / HV;
+  const uint32_t HV = static_cast<uint32_t>(p.HV), slot = blockIdx.x / HV, h = blockIdx.x - slot * HV;
   const ChunkSlot chunk = FindChunk(p, ws, slot);
   if (chunk.valid == 0) return;
-  std::byte* image = ws.images + (slot * HV + h) * image::kBytes;
 
   if (tid == 0) {
-    const int qk_head = h / static_cast<int>(p.HV / p.H);
+    const int qk_head = h / (HV / static_cast<uint32_t>(p.H));
     MbarrierInit(smem + C::kBarrier, 1);
     FenceMbarrierInit();
     MbarrierExpectTx(smem + C::kBarrier, 2 * kTile);
     TmaLoad(smem + C::kQ, &q_map, smem + C::kBarrier, qk_head, chunk.token, 0);
     TmaLoad(smem + C::kK, &k_map, smem + C::kBarrier, qk_head, chunk.token, 0);
   }
-  const int channel = (warp & 1) * 64 + 2 * lane;
-  GatePair<G> g[16];
+  GatePair<G> g[2][8];  // this lane's channels of this warp's rows, by half
   {
-    const int first = (warp >> 1) * C::kSub;
-    const G* row = static_cast<const G*>(p.g) + (int64_t{chunk.token + first} * HV + h) * kHead + channel;
+    const int64_t stride = int64_t{HV} * kHead;
+    const G* row = static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * kHead + 2 * lane;
 #pragma unroll
-    for (int r = 0; r < 16; ++r) {
-      g[r] = {};
-      if (first + r < chunk.valid) g[r] = *reinterpret_cast<const GatePair<G>*>(row + int64_t{r} * HV * kHead);
+    for (int r = 0; r < 8; ++r, row += stride) {
+      g[0][r] = g[1][r] = {};
+      if (warp * 8 + r < chunk.valid) {
+        g[0][r] = *reinterpret_cast<const GatePair<G>*>(row);
+        g[1][r] = *reinterpret_cast<const GatePair<G>*>(row + 64);
+      }
     }
   }
   if (tid < kChunk) {
@@ -476,20 +497,32 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
       const int64_t at = int64_t{chunk.token + tid} * HV + h;
       beta = p.beta_dtype == DType::kF32 ? static_cast<const float*>(p.beta)[at]
                                          : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
-      if (p.beta_mode != BetaMode::kProbability) beta = Sigmoid(beta);
+      if (p.beta_mode != BetaMode::kProbability) beta = Rcp(1.f + Ex2(-kLog2E * beta));
       if (p.beta_mode == BetaMode::kTwoSigmoid) beta *= 2.f;
     }
     StsF32(smem + C::kBeta + tid * 4, beta);
   }
-  GateParams gate{p.gate, 1.f, p.lower_bound * kLog2E, {0.f, 0.f}};
-  if (p.A_log != nullptr) gate.slope = Ex2(kLog2E * p.A_log[chunk.row * p.A_log_stride + h]);
-  if (p.dt_bias != nullptr) {
-    gate.dt_bias = *reinterpret_cast<const float2*>(p.dt_bias + chunk.row * p.dt_bias_stride + h * kHead + channel);
+  GateParams gate{p.gate, kLog2E, 1.f, {}};
+  {
+    const float slope = p.A_log == nullptr ? 1.f : Ex2(kLog2E * p.A_log[chunk.row * p.A_log_stride + h]);
+    if (p.gate == Gate::kSoftplus) gate.scale = -slope;
+    if (p.gate == Gate::kLowerBound) {
+      gate.slope = -kLog2E * slope;
+      gate.scale = p.lower_bound * kLog2E;
+    }
+    if (p.dt_bias != nullptr) {
+      const float* dt_bias = p.dt_bias + chunk.row * p.dt_bias_stride + h * kHead + 2 * lane;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = *reinterpret_cast<const float2*>(dt_bias + half * 64);
+        gate.bias[half] = {x.x * gate.slope, x.y * gate.slope};
+      }
+    }
   }
   __syncthreads();
   MbarrierWait(smem + C::kBarrier, 0);
   if (kL2Norm) {
-    RowNorms(smem, tid);
+    RowNorms(smem, warp, lane);
     __syncthreads();
   }
   BuildQuads<Operand, kL2Norm>(smem, g, gate, chunk.valid, warp, lane);
@@ -506,35 +539,25 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
 #pragma unroll
     for (int d = 0; d < 2; ++d) DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
   }
-  uint32_t before[4], after[4];  // decay from the chunk's start to each quad, and from each quad to its end
-  {
-    float2 own[4], log_before = {0.f, 0.f}, log_after = {0.f, 0.f};
+  uint2 beyond[2];        // decays before and after this warp's rows, by half,
+  uint32_t totals[2][2];  // and over its quads, by quad and half: Aqk takes their place next
 #pragma unroll
-    for (int sub = 0; sub < 4; ++sub) {
-      own[sub] = LdsF32x2(smem + C::kQuadTotals + (((warp >> 1) * 4 + sub) * kHead + channel) * 4);
-      const float2 x = LdsF32x2(smem + C::kLogDecay + (sub * kHead + channel) * 4);
-      if (sub < warp >> 1) log_before = {log_before.x + x.x, log_before.y + x.y};
-      if (sub > warp >> 1) log_after = {log_after.x + x.x, log_after.y + x.y};
-    }
-    float2 product = {Ex2(log_before.x), Ex2(log_before.y)};
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t channel = (half * 64 + 2 * lane) * 4;
+    beyond[half] = Lds64(smem + C::kBeyond + warp * kHead * 4 + channel);
 #pragma unroll
-    for (int quad = 0; quad < 4; ++quad) {
-      before[quad] = Pack<Operand>(product.x, product.y);
-      product = {product.x * own[quad].x, product.y * own[quad].y};
-    }
-    product = {Ex2(log_after.x), Ex2(log_after.y)};
-#pragma unroll
-    for (int quad = 3; quad >= 0; --quad) {
-      after[quad] = Pack<Operand>(product.x, product.y);
-      product = {product.x * own[quad].x, product.y * own[quad].y};
+    for (int quad = 0; quad < 2; ++quad) {
+      const float2 total = LdsF32x2(smem + C::kQuadTotals + (warp * 2 + quad) * kHead * 4 + channel);
+      totals[quad][half] = Pack<Operand>(total.x, total.y);
     }
   }
   __syncthreads();
-  ExtendToChunk<Operand>(smem, before, after, warp, lane);
+  ExtendToChunk<Operand>(smem, totals, beyond, warp, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i) Sts128(smem + C::kAqk + (tid + i * C::kThreads) * 16, {0, 0, 0, 0});
   FenceProxyAsync();
   __syncthreads();
+  std::byte* image = ws.images + int64_t{blockIdx.x} * image::kBytes;
   if (tid == 0) {
     BulkStore(image, smem + C::kQ, 3 * kTile);
     BulkStore(image + image::kDecay, smem + C::kDecay, kHead * 4);
@@ -566,20 +589,11 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
       }
     }
   }
-  {  // within quads: thread -> one of the 16 sums of one of the 16 quads
-    const int quad = tid >> 4, s = tid & 15;
-    const uint32_t sums = smem + C::kSums + tid * 4;
-    const float sum = LdsF32(sums) + LdsF32(sums + 16 * C::kQuadSums * 4);
-    const bool is_q = s < 10;
-    int i = 0, j = is_q ? s : s - 10;  // entry j of a triangle stored row by row
-    if (!is_q) i = 1;
-    for (int length = 1; j >= length; ++length) {
-      j -= length;
-      ++i;
-    }
-    i += quad * 4;
-    j += quad * 4;
-    if (is_q) {
+  {  // within quads: a thread takes one of the 16 sums of one of the 16 quads
+    constexpr uint32_t kRows = 0xfe9ffa94, kColumns = 0x910e4910;  // of sum s in bits 2 s and 2 s + 1
+    const int s = tid & 15, i = (tid >> 4) * 4 + (kRows >> 2 * s & 3), j = (tid >> 4) * 4 + (kColumns >> 2 * s & 3);
+    const float sum = LdsF32(smem + C::kSums + tid * 4);
+    if (s < 10) {
       Sts16(AqkAddress<Operand>(smem, i, j), Pack<Operand>(sum, 0.f));
     } else {
       StsF32(LAddress(smem, i, j), LdsF32(smem + C::kBeta + i * 4) * sum);
