@@ -75,12 +75,12 @@ struct Simd {
     return x < kExpMin ? F{} : (m + 1.0f) * power;
   }
 
-  // exp(x) = high + low for x <= 0, with a few more bits than float32 where exp(x) > 1/2.
+  // exp(x) = high + low for x <= 0, with more bits than float32 has where x > -0.3.
   static F ExpNonPositive(F x, F& low) {
     F power;
     const F m = Expm1Reduced(x, power);
     const F high = x < kExpMin ? F{} : (m + 1.0f) * power;
-    low = power < 1.0f ? F{} : m - (high - 1.0f);
+    low = x < -0.3f ? F{} : m - (high - 1.0f);  // the power is 1 from -ln 2 / 2 = -0.346 on
     return high;
   }
 
