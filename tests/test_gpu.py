@@ -49,39 +49,54 @@ PACKINGS: dict[str, dict[str, Any]] = {
         "max_segments": 4,
     },
 }  # fmt: skip
-STATES = [None, np.float32, jnp.bfloat16]
-BETA_MODES: list[dict[str, Any]] = [
-    {},
-    {"use_beta_sigmoid_in_kernel": True},
-    {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
-]
+GATES: dict[str, dict[str, Any]] = {
+    "activated": {},
+    "softplus": {"use_gate_in_kernel": True},
+    "lower_bound": {"use_gate_in_kernel": True, "lower_bound": -5.0},
+    "other_lower_bound": {"use_gate_in_kernel": True, "lower_bound": -0.3},
+}
+BETAS: dict[str, dict[str, Any]] = {
+    "probability": {},
+    "sigmoid": {"use_beta_sigmoid_in_kernel": True},
+    "two_sigmoid": {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+}
+DTYPES = {"bf16": jnp.bfloat16, "f32": np.float32}
+STATES = {"none": None} | DTYPES
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("l2norm", [True, False], ids=["l2norm", "as_given"])
-@pytest.mark.parametrize("beta_dtype", [jnp.bfloat16, np.float32], ids=["beta_bf16", "beta_f32"])
-@pytest.mark.parametrize("g_dtype", [jnp.bfloat16, np.float32], ids=["g_bf16", "g_f32"])
-@pytest.mark.parametrize("gate", ["activated", "softplus", "lower_bound"])
-def test_options(gate, g_dtype, beta_dtype, l2norm, packing):
-    """Beta modes, state types and grouped heads go round: each meets every gate and packing."""
-    index = sum(map(ord, f"{gate} {g_dtype} {beta_dtype} {l2norm} {packing}"))
-    state_dtype, beta_mode, HV = (
-        STATES[index % 3],
-        BETA_MODES[index // 3 % 3],
-        (2, 4)[index // 9 % 2],
-    )
-    options = PACKINGS[packing] | beta_mode | {"use_qk_l2norm_in_kernel": l2norm}
+def combinations() -> list[Any]:
+    """Gates, types, norms and packings all with each other; the rest goes round at random."""
+    rng = np.random.default_rng(0)
+    pick = lambda table: list(table)[rng.integers(len(table))]
+    choices = itertools.product(GATES, DTYPES, DTYPES, (True, False), PACKINGS)
+    return [
+        (gate, g, beta, l2norm, packing, pick(BETAS), pick(STATES), int(rng.choice([2, 4])))
+        for gate, g, beta, l2norm, packing in choices
+    ]
+
+
+@pytest.mark.parametrize(
+    "gate, g_dtype, beta_dtype, l2norm, packing, beta, state_dtype, HV", combinations()
+)
+def test_options(gate, g_dtype, beta_dtype, l2norm, packing, beta, state_dtype, HV):
+    options = PACKINGS[packing] | GATES[gate] | BETAS[beta] | {"use_qk_l2norm_in_kernel": l2norm}
     B, N = {"dense": (2, 2), "cu_seqlens": (1, 5), "segment_ids": (2, 8)}[packing]
-    raw = {"gate": gate != "activated", "logits": bool(beta_mode), "normed": not l2norm}
-    x = draw(GPU, B=B, T=150, H=2, HV=HV, N=N, state=state_dtype is not None, seed=index, **raw)
-    x["g"], x["beta"] = x["g"].astype(g_dtype), x["beta"].astype(beta_dtype)
+    made, raw = (
+        draw(GPU, B=B, T=150, H=2, HV=HV, N=N, state=state_dtype != "none", raw=raw)
+        for raw in (False, True)
+    )
+    x = made | ({"q": raw["q"], "k": raw["k"]} if l2norm else {})
+    if beta != "probability":
+        x["beta"] = raw["beta"]
     if gate != "activated":
-        options |= {"use_gate_in_kernel": True}
-        options |= {"lower_bound": -5.0} if gate == "lower_bound" else {}
-    if state_dtype is not None:
-        x["initial_state"] = x["initial_state"].astype(state_dtype)
+        rng = np.random.default_rng(1)
+        x |= {"g": raw["g"], "A_log": rng.standard_normal(HV, np.float32)}
+        x |= {"dt_bias": rng.standard_normal((HV, 128), np.float32)}
+    x["g"], x["beta"] = x["g"].astype(DTYPES[g_dtype]), x["beta"].astype(DTYPES[beta_dtype])
+    if state_dtype != "none":
+        x["initial_state"] = x["initial_state"].astype(STATES[state_dtype])
     _, state = expect(x, **options)
-    assert state.dtype == (state_dtype or np.float32)
+    assert state.dtype == (STATES[state_dtype] or np.float32)
 
 
 def test_every_length_at_once():

@@ -261,6 +261,21 @@ def test_dispatch_does_not_wait_for_the_device():
     o.block_until_ready()
 
 
+@pytest.mark.skipif(
+    "gpu" not in jax.default_backend() or jax.local_device_count() < 2, reason="needs two GPUs"
+)
+def test_a_call_runs_where_its_arguments_are():
+    """Whatever device is the thread's current one."""
+    x = arguments(T=200)
+    expected = call(x)
+    first, second = jax.local_devices()[:2]
+    for current, device in ((first, second), (second, first)):
+        with jax.default_device(current):
+            o = jax.jit(call)(jax.device_put(x, device))
+        assert o.devices() == {device}
+        assert_same(o, expected)
+
+
 # --- what the kernels don't run -------------------------------------------------------------------
 
 UNSUPPORTED = {

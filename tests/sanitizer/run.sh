@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Runs the driver under every tool of compute-sanitizer, then a planted overrun, which has to be reported.
-# Usage: run.sh DRIVER [LOG_FOLDER]. Exit status 0: clean, and the plant was found.
+# Usage: run.sh DRIVER [LOG_FOLDER]. Exit status 0: clean, and the plant was found. The driver, with
+# nanobind and jaxlib installed for PYTHON:
+#   cmake -S . -B build/sanitizer -DCMAKE_BUILD_TYPE=Release -DKDA_CUDA=ON -DKDA_SANITIZER_DRIVER=ON \
+#     -DPython_EXECUTABLE=PYTHON -Dnanobind_DIR="$(PYTHON -m nanobind --cmake_dir)"
+#   cmake --build build/sanitizer --target kda_sanitizer_driver
 set -u
 driver=${1:?usage: run.sh DRIVER [LOG_FOLDER]}
 logs=${2:-$(mktemp -d)}
