@@ -128,6 +128,16 @@ def cudnn_fused(case, x, o, state):
     )  # fmt: skip
 
 
+def needs_kernel(case):
+    import jax
+
+    import jax_kda
+
+    if jax.default_backend() == "gpu" and not jax_kda.handlers()["kda_chunk_fwd"].get("cuda"):
+        return "no CUDA handler runs here"
+    return None
+
+
 def needs_lower_bound(case):
     return "no softplus gate" if case.lower_bound is None else None
 
@@ -145,7 +155,7 @@ NO_JLA_GATE = "gate and sigmoid not included"
 CUTS = "cuts history where gates are strong and heads few"
 
 IMPLEMENTATIONS = {
-    "jax_kda": Implementation("jax_kda", "jax", jax_kda_fwd, in_place=True),
+    "jax_kda": Implementation("jax_kda", "jax", jax_kda_fwd, in_place=True, refuses=needs_kernel),
     "reference": Implementation("jax_kda", "jax", jax_kda_reference, refuses=needs_few_tokens),
     "flash_kda": Implementation("flash_kda", "torch", flash_kda_fwd, refuses=needs_lower_bound),
     "fla": Implementation(

@@ -173,7 +173,7 @@ class Torch:
             with torch.cuda.graph(graph):
                 results = cycle()
         except Exception as error:  # each library has its own
-            how = f"plain calls; no graph: {str(error).splitlines()[0]}"
+            how = f"plain calls; no graph: {error}".splitlines()[0]
             step = cycle
         samples = [s / len(sets) for s in timed(step, torch.cuda.synchronize)]
         return samples, how, *results[0]

@@ -38,10 +38,8 @@ def measure(impl: Implementation, case: Case, device: Jax | Torch, args) -> dict
         x["cu"] = device.offsets(case)
     if impl.prepare is not None:
         x = impl.prepare(case, x)
-    nan = np.nan
-    out = lambda: device.array(np.full_like(arrays["v"], nan))
-    state = lambda: device.array(np.full_like(arrays["h0"], nan))
-
+    out = lambda: device.array(np.full_like(arrays["v"], np.nan))
+    state = lambda: device.array(np.full_like(arrays["h0"], np.nan))
     heads = truth.judged_heads(case)
 
     def judged(o, state) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +119,7 @@ def main() -> None:
                 result = measure(impl, case, device, args)
             except Exception as error:  # a peer's failure is a row of the table, not the end of it
                 traceback.print_exc()
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         emit(case=name, skipped=reason, **result)
 
 
