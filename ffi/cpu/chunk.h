@@ -232,15 +232,15 @@ struct Prepare {
     const int64_t rows = static_cast<int64_t>(I) * R * Kp;
     for (int64_t i = 0; i < Kp; i += kLanes) {
       const F before = Isa::Load(s.before + i);
-      const F exp_before = Isa::ExpNonPositive(before);
+      const F exp_before = Isa::Exp(before);
       F up{};
       for (int t = 0; t < R; ++t) {
         const F g = Isa::Load(s.g + t * Kp + i);
         up += g;
-        const F exp_up = Isa::ExpNonPositive(up);
+        const F exp_up = Isa::Exp(up);
         const F q_up = Isa::Load(s.q + t * Kp + i) * exp_up;
         const F k_up = Isa::Load(s.k + t * Kp + i) * exp_up * c.beta[I * R + t];
-        Isa::Store(s.decay + t * Kp + i, Isa::ExpNonPositive(g));
+        Isa::Store(s.decay + t * Kp + i, Isa::Exp(g));
         Isa::Store(s.qk_up + t * Kp + i, q_up);
         Isa::Store(s.qk_up + (R + t) * Kp + i, k_up);
         Isa::Store(c.q_decayed + rows + t * Kp + i, q_up * exp_before);
@@ -251,7 +251,7 @@ struct Prepare {
       F down{};
       for (int t = R - 1; t >= 0; --t) {
         const F k = Isa::Load(s.k + t * Kp + i);
-        Isa::Store(c.k_restored + rows + t * Kp + i, k * Isa::ExpNonPositive(down));
+        Isa::Store(c.k_restored + rows + t * Kp + i, k * Isa::Exp(down));
         down += Isa::Load(s.g + t * Kp + i);
       }
     }
@@ -309,7 +309,7 @@ struct Prepare {
     float* total = s.block_total + I * Kp;
     alignas(64) float decay[16];
     for (int64_t n = 0; n < Kp; n += kLanes) {
-      Isa::Store(decay, Isa::ExpNonPositive(Isa::Load(total + n)));
+      Isa::Store(decay, Isa::Exp(Isa::Load(total + n)));
       for (int lane = 0; lane < kLanes; ++lane) {
         float* row = s.k_down + (n + lane) * kChunk;
         for (int j = 0; j < I * R; j += kLanes) {
@@ -325,7 +325,7 @@ struct Prepare {
     for (int64_t i = 0; i < Kp; i += kLanes) {
       F after{};
       for (int I = blocks - 1; I >= 0; --I) {
-        const F factor = Isa::ExpNonPositive(after);
+        const F factor = Isa::Exp(after);
         for (int t = 0; t < R; ++t) {
           float* k = c.k_restored + (static_cast<int64_t>(I) * R + t) * Kp + i;
           Isa::Store(k, Isa::Load(k) * factor);
@@ -333,7 +333,7 @@ struct Prepare {
         after += Isa::Load(s.block_total + I * Kp + i);
       }
       F low;
-      Isa::Store(c.S_decay + i, Isa::ExpNonPositive(after, low));
+      Isa::Store(c.S_decay + i, Isa::Exp(after, low));
       Isa::Store(c.S_decay_low + i, low);
     }
   }

@@ -67,20 +67,21 @@ struct Simd {
     return lane[0];
   }
 
-  // exp(x) for x <= 0, relative error below 1e-7; 0 below exp(-87.3), where float32 stops being
-  // normal. NaN stays NaN.
-  static F ExpNonPositive(F x) {
+  // exp(x), relative error below 1e-7; 0 below exp(-87.3), where float32 stops being normal. Made
+  // for x <= 0, all that the kernel needs: it is right up to 88 and infinite from 89 on. NaN stays
+  // NaN.
+  static F Exp(F x) {
     F power;
     const F m = Expm1Reduced(x, power);
     return x < kExpMin ? F{} : (m + 1.0f) * power;
   }
 
-  // exp(x) = high + low for x <= 0, with more bits than float32 has where x > -0.3.
-  static F ExpNonPositive(F x, F& low) {
+  // exp(x) = high + low, with more bits than float32 has for x near 0.
+  static F Exp(F x, F& low) {
     F power;
     const F m = Expm1Reduced(x, power);
     const F high = x < kExpMin ? F{} : (m + 1.0f) * power;
-    low = x < -0.3f ? F{} : m - (high - 1.0f);  // the power is 1 from -ln 2 / 2 = -0.346 on
+    low = Abs(x) < 0.3f ? m - (high - 1.0f) : F{};  // the power is 1 within ln 2 / 2 = 0.346
     return high;
   }
 
@@ -96,11 +97,11 @@ struct Simd {
   }
 
   static F Sigmoid(F x) {
-    const F t = ExpNonPositive(-Abs(x));
+    const F t = Exp(-Abs(x));
     return (x < 0.0f ? t : Splat(1.0f)) / (t + 1.0f);
   }
 
-  static F Softplus(F x) { return Max(x, F{}) + Log1pUnit(ExpNonPositive(-Abs(x))); }
+  static F Softplus(F x) { return Max(x, F{}) + Log1pUnit(Exp(-Abs(x))); }
 
  private:
   static constexpr float kExpMin = -87.3f;
@@ -109,6 +110,7 @@ struct Simd {
   // rounds to an integer and leaves it in the low bits. For x < kExpMin the power is garbage.
   static F Expm1Reduced(F x, F& power) {
     constexpr float kRound = 12582912.0f;
+    x = 89.0f < x ? Splat(89.0f) : x;
     const F shifted = x * 1.44269504f + kRound;
     const F n = shifted - kRound;
     const F r =
