@@ -265,13 +265,13 @@ def _chunk_table(spans, T):
     stop = jnp.cumsum((end - begin + C - 1) // C, dtype=jnp.int32)  # chunks to a sequence's end
     start = jnp.concatenate([jnp.zeros_like(stop[:1]), stop[:-1]])
     p = jnp.arange(P, dtype=jnp.int32)
-    sequence = jnp.searchsorted(stop, p, side="right")
+    sequence = _count_up_to(stop, P)
     first_token = _take(begin, sequence) + C * (p - _take(start, sequence))
     token = first_token[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
     inside = token < _take(end, sequence)[:, None]
 
     t = jnp.arange(T, dtype=jnp.int32)
-    owner = jnp.searchsorted(end, t, side="right")
+    owner = _count_up_to(end, T)
     since = t - _take(begin, owner)
     return _Chunks(
         token=jnp.where(inside, token, T),
@@ -282,6 +282,12 @@ def _chunk_table(spans, T):
         last=stop - 1,
         empty=begin == end,
     )
+
+
+def _count_up_to(values, n):
+    """How many of the values are at most i, for each i < n."""
+    # jnp.searchsorted takes no symbolic sizes, nor partially manual axes, in JAX 0.10.2.
+    return jnp.cumsum(jnp.zeros(n, jnp.int32).at[values].add(1, mode="drop"), dtype=jnp.int32)
 
 
 def _spans(offsets, rows, T):

@@ -241,11 +241,11 @@ def segment_offsets(segment_ids: jax.Array, max_segments: int) -> jax.Array:
     begins = jnp.concatenate([edge, change], axis=1)[:, :T] & (segment_ids != 0)
     ends = jnp.concatenate([change, edge], axis=1)[:, :T] & (segment_ids != 0)
 
-    def positions(flags, fill):
-        return jnp.nonzero(flags, size=max_segments, fill_value=fill)[0].astype(jnp.int32)
+    def positions(flags):  # [B, max_segments]
+        find = lambda row: jnp.nonzero(row, size=max_segments, fill_value=T)[0]
+        return jax.vmap(find)(flags).astype(jnp.int32)
 
-    begin = jax.vmap(lambda flags: positions(flags, T))(begins)
-    end = jax.vmap(lambda flags: positions(flags, T - 1) + 1)(ends)
+    begin, end = positions(begins), jnp.minimum(positions(ends) + 1, T)
     too_many = jnp.sum(begins, axis=1, dtype=jnp.int32) > max_segments
     return jnp.where(too_many[:, None, None], -1, jnp.stack([begin, end], axis=-1))
 
