@@ -40,7 +40,7 @@ struct PrepareConfig {
   static constexpr int kScratch = kAqk + kMatrix;                           // [4] blocks
   static constexpr int kSums = kScratch;                                    // [16 quads, 16] fp32
   static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;              // [8, K] fp32, log2, of 8 rows
-  static constexpr int kBeyond = kLogDecay;                                 // [8, K] pairs: decay before and after 8 rows
+  static constexpr int kBeyond = kLogDecay;                                 // [8, K / 2] two pairs: decay before, after 8 rows
   static constexpr int kDecay = kScratch + 4 * kBlock;                      // [K] fp32
   static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4, kBeta = kKNorm + kChunk * 4;
   static constexpr int kBarrier = kBeta + kChunk * 4;
@@ -245,51 +245,59 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)
   }
 }
 
-// Decays between quads, as operands, one row of `factors` each; the chunk's decay. Two threads a channel.
+// Decays between quads, as operands, one row of `factors` each; the chunk's decay. Two threads a pair of channels.
 template <typename Operand>
 __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   using C = PrepareConfig;
-  const int c = tid & (kHead - 1);
-  float total[16];
+  if (tid >= kHead) return;
+  const int c = (tid & 63) * 2;
+  const uint32_t column = smem + c * 4;
+  float2 total[16];
 #pragma unroll
-  for (int quad = 0; quad < 16; ++quad) total[quad] = LdsF32(smem + C::kQuadTotals + (quad * kHead + c) * 4);
+  for (int quad = 0; quad < 16; ++quad) total[quad] = LdsF32x2(column + C::kQuadTotals + quad * kHead * 4);
+  auto product = [](float2 x, float2 y) { return float2{x.x * y.x, x.y * y.y}; };
   // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie side by side.
-  const int place = (c & ~15) + (c >> 1 & 3) * 4 + (c >> 3 & 1) * 2 + (c & 1);
-  auto store = [&](int row, float x) { Sts16(smem + C::kFactors + row * C::kFactorRow + place * 2, Pack<Operand>(x, 0.f)); };
-  if (tid < kHead) {
+  const uint32_t place = smem + C::kFactors + (c & ~15) * 2 + (c >> 1 & 3) * 8 + (c >> 3 & 1) * 4;
+  auto store = [&](int row, float2 x) { Sts32(place + row * C::kFactorRow, Pack<Operand>(x.x, x.y)); };
+  if (tid < 64) {
 #pragma unroll
     for (int I = 1; I < 4; ++I) {
-      float across = 1.f;
+      float2 across = {1.f, 1.f};
 #pragma unroll
       for (int quad = 4 * I - 1; quad >= 0; --quad) {
         store(C::kAcross + 2 * I * (I - 1) + quad, across);
-        across *= total[quad];
+        across = product(across, total[quad]);
       }
     }
   } else {
-    store(C::kOne, 1.f);
+    store(C::kOne, {1.f, 1.f});
 #pragma unroll
     for (int I = 0; I < 4; ++I) {
       store(C::kTotals + 2 * I, total[4 * I + 1]);
       store(C::kTotals + 2 * I + 1, total[4 * I + 2]);
       if (I > 0) {
+        const float2 two = product(total[4 * I], total[4 * I + 1]);
         store(C::kBefore + 3 * (I - 1), total[4 * I]);
-        store(C::kBefore + 3 * (I - 1) + 1, total[4 * I] * total[4 * I + 1]);
-        store(C::kBefore + 3 * (I - 1) + 2, total[4 * I] * total[4 * I + 1] * total[4 * I + 2]);
+        store(C::kBefore + 3 * (I - 1) + 1, two);
+        store(C::kBefore + 3 * (I - 1) + 2, product(two, total[4 * I + 2]));
       }
     }
-    float log_decay = 0.f;
+    float2 log_decay = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) log_decay += LdsF32(smem + C::kLogDecay + (i * kHead + c) * 4);
-    StsF32(smem + C::kDecay + c * 4, Ex2(log_decay));
-    float before[8], after = 1.f;
-    before[0] = 1.f;
+    for (int i = 0; i < 8; ++i) {
+      const float2 x = LdsF32x2(column + C::kLogDecay + i * kHead * 4);
+      log_decay = {log_decay.x + x.x, log_decay.y + x.y};
+    }
+    StsF32x2(column + C::kDecay, Ex2(log_decay.x), Ex2(log_decay.y));
+    float2 before[8], after = {1.f, 1.f};
+    before[0] = after;
 #pragma unroll
-    for (int i = 1; i < 8; ++i) before[i] = before[i - 1] * total[2 * i - 2] * total[2 * i - 1];
+    for (int i = 1; i < 8; ++i) before[i] = product(before[i - 1], product(total[2 * i - 2], total[2 * i - 1]));
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
-      Sts32(smem + C::kBeyond + (i * kHead + c) * 4, Pack<Operand>(before[i], after));
-      after *= total[2 * i] * total[2 * i + 1];
+      Sts32(column + C::kBeyond + i * kHead * 4, Pack<Operand>(before[i].x, before[i].y));
+      Sts32(column + C::kBeyond + i * kHead * 4 + 4, Pack<Operand>(after.x, after.y));
+      after = product(after, product(total[2 * i], total[2 * i + 1]));
     }
   }
 }
@@ -306,7 +314,7 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
   const uint32_t before_low = factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
   const uint32_t before_high = factors + (C::kBefore + 3 * (I - 1) + high - 1) * C::kFactorRow;
   const uint32_t across = factors + (C::kAcross + 2 * I * (I - 1) + 4 * J + low) * C::kFactorRow;
-#pragma unroll
+#pragma unroll 4  // a half tile: straight code would miss the instruction cache
   for (int step = 0; step < kHead / 16; ++step) {
     const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
     uint32_t q[4], k[4], b[4];
@@ -348,7 +356,7 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
   const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
   const uint32_t left = factors + (far ? C::kTotals + 2 * I + 1 : C::kOne) * C::kFactorRow;
   const uint32_t right = factors + (far ? C::kOne : C::kTotals + 2 * I) * C::kFactorRow;
-#pragma unroll
+#pragma unroll 4
   for (int step = 0; step < kHead / 16; ++step) {
     const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
     uint32_t a[4], a_inner[4], b[4];
@@ -370,8 +378,7 @@ __device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&to
   using C = PrepareConfig;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t before = __byte_perm(beyond[half].x, beyond[half].y, 0x5410);
-    const uint32_t after = __byte_perm(beyond[half].x, beyond[half].y, 0x7632);
+    const uint32_t before = beyond[half].x, after = beyond[half].y;
 #pragma unroll
     for (int quad = 0; quad < 2; ++quad) {
       const uint32_t up = quad == 0 ? before : MulX2<Operand>(before, totals[0][half]);

@@ -67,14 +67,14 @@ __device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace
 }
 
 // Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both divided by a power of
-// two, which is exact. `bound` is above the norm of every row of this warp's part of S: for |k| <= 1, decay <= 1 and beta <= 2
-// a token adds at most 2 |v|. The power changes only when the bound leaves [2^-6, 2^14] of the scaled range, hardly ever.
+// two, which is exact. `bound` is above the norm of every row of this warp's part of S, now and at the chunk's end: for
+// |k| <= 1 and decay <= 1 a row |s|^2 grows by at most v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2.
+// The power changes only when the scaled bound leaves [2^3, 2^14]: hardly ever.
 struct StateScale {
   float bound = 0.f;
   float down = 1.f, up = 1.f;
 
-  static constexpr int kRefresh = 16;  // chunks between readings of the state itself, which lower the bound
-  static constexpr float kSqrtHead = 11.32f;
+  static constexpr float kSqrtHead = 11.32f;  // norm of a row over its largest element
 
   // Largest absolute value over the warp; values that are not finite do not count.
   static __device__ float WarpMax(float x) {
@@ -87,15 +87,24 @@ struct StateScale {
     for (int i = 0; i < 64; ++i) m = fmaxf(m, fabsf(S[i]));
     bound = kSqrtHead * WarpMax(m) * up;
   }
-  __device__ void AddValues(const uint32_t (&v)[16]) {
+  // The same from S as packed operand.
+  __device__ void ReadState(const uint32_t (&a)[32]) {
+    uint32_t m = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) m = MaxAbsFp16X2(m, a[i]);
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&m));
+    bound = kSqrtHead * WarpMax(fmaxf(fabsf(pair.x), fabsf(pair.y))) * up;
+  }
+  // How much a chunk with values v adds to the bound: sqrt(64) or 2 * 64 times the largest.
+  static __device__ float Growth(const uint32_t (&v)[16], BetaMode mode) {
     uint32_t m = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) m = MaxBf16X2(m, v[i] & 0x7fff7fffu);
-    bound += 2 * kChunk * WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
+    return (mode == BetaMode::kSigmoid ? 8.f : 128.f) * WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
   }
   __device__ void Rescale(float (&S)[64]) {
     const float scaled = bound * down;
-    if (scaled <= 0x1p14f && (scaled >= 0x1p-6f || bound == 0.f)) return;
+    if (scaled <= 0x1p14f && (scaled >= 0x1p3f || bound == 0.f)) return;
     const int exponent = min(max(static_cast<int>(__float_as_uint(bound) >> 23) - 127 - 13, -100), 114);
     const float new_down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
     const float factor = new_down * up;
@@ -219,9 +228,10 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
         u[i] = column >= valid ? 0u : column + 1 >= valid ? u[i] & 0xffffu : u[i];
       }
     }
+    float growth = 0.f;
     if (kScaled) {
-      if (c % StateScale::kRefresh == StateScale::kRefresh - 1) state_scale.ReadState(S);
-      state_scale.AddValues(u);
+      growth = StateScale::Growth(u, p.beta_mode);
+      state_scale.bound += growth;
       state_scale.Rescale(S);
     }
 
@@ -229,6 +239,10 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     uint32_t a[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
+    if (kScaled) {  // what S is, not what it might have grown to: the bound follows a state that shrinks
+      state_scale.ReadState(a);
+      state_scale.bound += growth;
+    }
     MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {

@@ -63,6 +63,12 @@ __device__ __forceinline__ uint32_t MaxBf16X2(uint32_t a, uint32_t b) {
   asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// Larger magnitudes, with meaningless signs.
+__device__ __forceinline__ uint32_t MaxAbsFp16X2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 __device__ __forceinline__ float Bf16Lo(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float Bf16Hi(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ uint32_t CvtTf32(float x) {
