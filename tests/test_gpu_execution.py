@@ -26,7 +26,7 @@ SCALE, LOWER_BOUND = 128**-0.5, -5.0
 def arguments(B: int = 1, T: int = 200, H: int = 2, seed: int = 0) -> dict[str, jax.Array]:
     x = draw(GPU, B=B, T=T, H=H, state=True, seed=seed)
     x |= {"A_log": np.zeros(H, np.float32), "dt_bias": np.zeros((H, 128), np.float32)}
-    return {n: jnp.asarray(a, jnp.bfloat16 if n in OPERANDS else None) for n, a in x.items()}
+    return {n: jnp.array(a, jnp.bfloat16 if n in OPERANDS else None) for n, a in x.items()}
 
 
 def call(
