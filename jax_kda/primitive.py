@@ -95,11 +95,10 @@ def cuda_supports(dtype: Any, K: int, V: int) -> bool:
     return bool(dtype == jnp.bfloat16 and K == 128 and V == 128)
 
 
-def chunk_fwd_workspace_bytes(B, T, HV, K, V, M, packed):
+def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> Any:
     """ChunkFwdWorkspaceBytes of the CUDA handler, on symbolic dimensions too."""
-    del V
-    C = 64
-    NT = B * ((T + C * M) // C) if packed else B * ((T + C - 1) // C)
+    C, K = 64, 128
+    NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4
     return NT * HV * image + (16 * NT + 32 * B * M if packed else 0) + 256
 
@@ -186,12 +185,10 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
         aliases[max(map(sig.names.index, state))] = 1
     workspace = ()
-    if (
-        platform == "cuda"
-    ):  # XLA plans the workspace as a result: handlers can't allocate inside a CUDA graph
-        *rows, T, HV, V = x["v"].shape
-        K, M, packed = x["q"].shape[-1], _sequences(sig, x), sig.offsets_step != 0
-        nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, K, V, M, packed)
+    if platform == "cuda":  # a result that XLA plans: handlers can't allocate inside a CUDA graph
+        *rows, T, HV, _ = x["v"].shape
+        packed = sig.offsets_step != 0
+        nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
         workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
     call = jax.ffi.ffi_call("kda_chunk_fwd", (*results, *workspace), input_output_aliases=aliases)
     return tuple(call(*operands, **_attributes(sig)))[: len(results)]

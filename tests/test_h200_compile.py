@@ -1,0 +1,236 @@
+"""What XLA makes of the op for an H200, on a machine without a GPU: compiled, never run.
+
+Needs the package built with CUDA, and JAX's CUDA plugin without CUDA itself, in an environment of
+its own:
+
+    pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt    # of jax's version
+    pytest tests/test_h200_compile.py
+
+The first tests lower only, and run anywhere.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_kda
+from jax_kda import primitive
+
+# Let the plugin register without CUDA's libraries; JAX looks for plugins when devices are asked for.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+TARGET_CONFIG = Path(__file__).parent / "data" / "h200.txtpb"
+
+
+def fwd(x, out, state):
+    """FlashKDA's call, everything in place."""
+    return jax_kda.fwd(
+        **x, scale=None, lower_bound=-5.0, out=out, initial_state=state, final_state=state
+    )
+
+
+def chunk_kda(x, state, implementation=None):
+    return jax_kda.chunk_kda(
+        **x,
+        initial_state=state,
+        output_final_state=True,
+        use_gate_in_kernel=True,
+        implementation=implementation,
+    )
+
+
+def types(B=2, T=256, H=4, HV=4, K=128, V=128, N=None, dtype=jnp.bfloat16):
+    """Tokens and gate parameters by name; out; state."""
+    shapes = {
+        "q": (B, T, H, K),
+        "k": (B, T, H, K),
+        "v": (B, T, HV, V),
+        "g": (B, T, HV, K),
+        "beta": (B, T, HV),
+        "A_log": (HV,),
+        "dt_bias": (HV, K),
+    }
+    f32 = ("A_log", "dt_bias")
+    x = {n: jax.ShapeDtypeStruct(s, jnp.float32 if n in f32 else dtype) for n, s in shapes.items()}
+    if N is not None:
+        x["cu_seqlens"] = jax.ShapeDtypeStruct((N + 1,), jnp.int32)
+    return x, x["v"], jax.ShapeDtypeStruct((N or B, HV, V, K), jnp.float32)
+
+
+def nbytes(*arrays):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+# ---- Lowering ------------------------------------------------------------------------------------
+
+
+def lower_for_cuda(f, *arguments):
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def custom_calls(text):
+    return re.findall(r"stablehlo\.custom_call @(\w+)\(([^)]*)\)", text)
+
+
+@pytest.mark.parametrize("N, operands", [(None, 8), (3, 9)])
+def test_lowering_has_one_call_of_the_contract(N, operands):
+    x, _, state = types(B=1, N=N)
+    text = lower_for_cuda(functools.partial(chunk_kda, implementation="ffi"), x, state)
+    ((target, arguments),) = custom_calls(text)
+    assert target == "kda_chunk_fwd"
+    assert arguments.count("%") == operands
+    workspace = primitive.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
+    assert f"tensor<{workspace}xui8>" in text
+
+
+def test_attributes_have_the_types_of_the_contract():
+    x, _, state = types()
+    text = lower_for_cuda(functools.partial(chunk_kda, implementation="ffi"), x, state)
+    (attributes,) = re.findall(r"mhlo.backend_config = \{(.*?)\}", text)
+    types_of = {
+        name: value.split(" : ")[-1] for name, value in re.findall(r"(\w+) = ([^,]+)", attributes)
+    }
+    flags = ("l2norm", "has_A_log", "has_dt_bias", "has_initial_state", "has_final_state")
+    integers = ("gate", "beta_mode", "offsets_step")
+    assert types_of == {
+        "scale": "f32",
+        "lower_bound": "f32",
+        **dict.fromkeys(integers, "i32"),
+        **dict.fromkeys(flags, "true"),
+        "l2norm": "false",
+    }
+
+
+@pytest.mark.parametrize("sizes", [{"K": 64}, {"V": 64}, {"dtype": jnp.float32}])
+def test_what_the_kernel_lacks_is_plain_jax(sizes):
+    x, _, state = types(**sizes)
+    assert not custom_calls(lower_for_cuda(chunk_kda, x, state))
+
+
+def test_workspace_is_the_size_that_the_handler_wants():
+    if primitive._cuda is None:
+        pytest.skip("jax_kda was built without CUDA")
+    for B, T, HV, M in [(1, 0, 1, 1), (1, 64, 2, 1), (3, 65, 5, 1), (2, 8192, 96, 7), (1, 3, 1, 9)]:
+        for packed in (False, True):
+            expected = primitive._cuda.chunk_fwd_workspace_bytes(B, T, HV, M, packed)
+            assert primitive.chunk_fwd_workspace_bytes(B, T, HV, M, packed) == expected
+
+
+# ---- Compilation ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def h200s():
+    """Four H200s of one host, none of which is here."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("JAX's CUDA plugin is not installed; it needs an environment of its own")
+    if primitive._cuda is None:
+        pytest.skip("jax_kda was built without CUDA")
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET_CONFIG.read_text(), topology="1x1x4"
+    )
+
+
+def place(sharding, types):
+    put = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return jax.tree.map(put, types)
+
+
+def compile_on_one(h200s, f, types, **options):
+    """With all arguments donated but the first."""
+    donated = tuple(range(1, len(types)))
+    types = place(SingleDeviceSharding(h200s.devices[0]), types)
+    return jax.jit(f, donate_argnums=donated).lower(*types).compile(compiler_options=options)
+
+
+def entry(compiled):
+    """The opcodes of XLA's entry computation, in order."""
+    text = compiled.as_text()
+    body = text[text.index("\nENTRY ") :].splitlines()[2:]
+    lines = body[: body.index("}")]
+    opcode = re.compile(r" +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(")
+    return [found[1] if (found := opcode.match(line)) else line for line in lines]
+
+
+def assert_in_place(compiled, aliased, workspace):
+    """One call, nothing around it, and results that are the caller's memory."""
+    opcodes = entry(compiled)
+    assert opcodes.count("custom-call") == 1
+    assert set(opcodes) <= {"parameter", "custom-call", "get-tuple-element", "tuple"}
+    assert 'custom_call_target="kda_chunk_fwd"' in compiled.as_text()
+    assert f"u8[{workspace}]" in compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == aliased
+    assert memory.temp_size_in_bytes <= workspace + 1024
+
+
+@pytest.mark.parametrize("N", [None, 3])
+def test_out_and_state_are_written_in_place(h200s, N):
+    x, out, state = types(B=1, N=N)
+    workspace = primitive.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
+    compiled = compile_on_one(h200s, fwd, (x, out, state))
+    assert_in_place(compiled, nbytes(out, state), workspace)
+
+
+def test_state_of_chunk_kda_is_written_in_place(h200s):
+    x, _, state = types()
+    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    assert_in_place(compile_on_one(h200s, chunk_kda, (x, state)), nbytes(state), workspace)
+
+
+def test_refs_are_written_in_place(h200s):
+    x, out, state = types()
+
+    def f(x, out, state):
+        out, state = jax.new_ref(out), jax.new_ref(state)
+        assert fwd(x, out, state) == (None, None)
+        return jax.freeze(out), jax.freeze(state)
+
+    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    assert_in_place(compile_on_one(h200s, f, (x, out, state)), nbytes(out, state), workspace)
+
+
+@pytest.mark.parametrize("H, HV", [(4, 4), (4, 8), (2, 8)])
+def test_rows_and_heads_shard_in_place_without_collectives(h200s, H, HV):
+    x, out, state = types(B=4, H=H, HV=HV)
+    mesh = topologies.make_mesh(h200s, (2, 2), ("rows", "heads"))
+    tokens = NamedSharding(mesh, P("rows", None, "heads"))
+    gate = NamedSharding(mesh, P("heads"))
+    x = {n: place(gate if n in ("A_log", "dt_bias") else tokens, a) for n, a in x.items()}
+    arguments = x, place(tokens, out), place(NamedSharding(mesh, P("rows", "heads")), state)
+    compiled = jax.jit(fwd, donate_argnums=(1, 2)).lower(*arguments).compile()
+    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, HV // 2, 1, False)
+    assert_in_place(compiled, nbytes(out, state) // 4, workspace)  # so there is no collective
+
+
+@pytest.mark.parametrize(
+    "n, options, captured",
+    [
+        (5, {}, True),
+        (1, {"xla_gpu_graph_min_graph_size": 1}, True),
+        (5, {"xla_gpu_enable_command_buffer": ""}, False),
+    ],
+)
+def test_calls_are_captured_in_one_command_buffer(h200s, tmp_path, n, options, captured):
+    def f(x, out, state):
+        for _ in range(n):
+            out, state = fwd(x, out, state)
+        return out, state
+
+    compile_on_one(h200s, f, types(), xla_dump_to=str(tmp_path), **options)
+    dumps = sorted(path.read_text() for path in tmp_path.glob("*thunk_sequence*.txt"))
+    (buffer,) = [dump for dump in dumps if "kCommandBuffer" in dump] or [None]
+    assert (buffer is not None) == captured
+    if buffer is not None:
+        thunks = re.findall(r"^( *)\d+: (k\w+)", buffer, re.MULTILINE)
+        assert thunks == [("", "kCommandBuffer"), *[("  " * 2, "kCustomCall")] * n]
