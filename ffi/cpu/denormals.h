@@ -3,6 +3,8 @@
 // only: results must not depend on which.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -10,24 +12,35 @@
 namespace jax_kda::cpu {
 
 #if defined(__x86_64__)
+using FloatMode = unsigned;
+inline constexpr FloatMode kFlushMode = 0x8040;  // FTZ and DAZ
+inline FloatMode GetFloatMode() { return _mm_getcsr(); }
+inline void SetFloatMode(FloatMode mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__)
+using FloatMode = uint64_t;
+inline constexpr FloatMode kFlushMode = 1 << 24;  // FZ
+inline FloatMode GetFloatMode() {
+  FloatMode mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+inline void SetFloatMode(FloatMode mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+using FloatMode = int;
+inline constexpr FloatMode kFlushMode = 0;
+inline FloatMode GetFloatMode() { return 0; }
+inline void SetFloatMode(FloatMode) {}
+#endif
 
 class FlushDenormals {
  public:
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
-  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals() : saved_(GetFloatMode()) { SetFloatMode(saved_ | kFlushMode); }
+  ~FlushDenormals() { SetFloatMode(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
   FlushDenormals& operator=(const FlushDenormals&) = delete;
 
  private:
-  static constexpr unsigned kFlushToZero = 0x8000;
-  static constexpr unsigned kDenormalsAreZero = 0x0040;
-  unsigned saved_;
+  FloatMode saved_;
 };
-
-#else
-
-class FlushDenormals {};
-
-#endif
 
 }  // namespace jax_kda::cpu
