@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jax_kda
 from jax_kda import primitive
 
-# Let the plugin register without CUDA's libraries; JAX looks for plugins when devices are asked for.
+# The plugin registers without CUDA's libraries; JAX looks for it when devices are first asked for.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 TARGET_CONFIG = Path(__file__).parent / "data" / "h200.txtpb"
