@@ -223,6 +223,16 @@ def test_values_that_grow_and_shrink_over_time():
             assert rms_ratio(o[:, t : t + 50], true_o[:, t : t + 50]) <= GPU.tolerance
 
 
+@pytest.mark.parametrize("outlier", [1e3, 1e6])
+def test_outlier_among_the_values_spoils_no_token_before_it(outlier):
+    x = draw(GPU, T=130, H=2, state=True)
+    for t in (40, 100):
+        x["v"][:, t] = (x["v"][:, t].astype(np.float32) * outlier).astype(jnp.bfloat16)
+    o, _ = expect(x, **NORMED)
+    true_o, _ = truth(x, **NORMED)
+    assert rms_ratio(o[:, :40], true_o[:, :40]) <= GPU.tolerance
+
+
 def test_state_far_larger_than_the_values():
     x = draw(GPU, T=200, H=2, state=True)
     x["initial_state"] = 1e4 * x["initial_state"]

@@ -54,9 +54,9 @@ def test_no_decay_and_no_write_leave_the_state_bitwise(platform: Platform):
     """As padding of a batch is expressed without slots: g = 0, beta = 0."""
     x = draw(platform, B=3, T=70, H=2, state=True)
     x["g"][1:], x["beta"][1:] = 0, 0
-    for dtype in (np.float32, jnp.bfloat16):
+    for dtype, l2norm in itertools.product((np.float32, jnp.bfloat16), (False, True)):
         x["initial_state"] = x["initial_state"].astype(dtype)
-        _, state = run(platform, x)
+        _, state = run(platform, x, use_qk_l2norm_in_kernel=l2norm)
         np.testing.assert_array_equal(state[1:], x["initial_state"][1:])
         assert not np.array_equal(state[0], x["initial_state"][0])
 
