@@ -1,25 +1,28 @@
 """What users call: `validate` checks it, `primitive` runs it, `reference` defines it."""
 
+from collections.abc import Sequence
+
 import jax
+from jax.typing import ArrayLike
 
 from . import primitive, validate
 from .reference import kda_gate as kda_gate
 
 
 def fwd(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
     scale: float | None,
-    out: jax.Array | jax.Ref | None,
-    A_log: jax.Array | None,
-    dt_bias: jax.Array | None,
+    out: ArrayLike | jax.Ref | None,
+    A_log: ArrayLike | None,
+    dt_bias: ArrayLike | None,
     lower_bound: float | None,
-    initial_state: jax.Array | jax.Ref | None = None,
-    final_state: jax.Array | jax.Ref | None = None,
-    cu_seqlens: jax.Array | None = None,
+    initial_state: ArrayLike | jax.Ref | None = None,
+    final_state: ArrayLike | jax.Ref | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
 ) -> jax.Array | tuple[jax.Array | None, jax.Array | None] | None:
     """FlashKDA's call: gate, l2norm and sigmoid inside, written into buffers the caller gives.
 
@@ -99,20 +102,20 @@ def fwd(
 
 
 def chunk_kda(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
     *,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
     lower_bound: float | None = None,
     scale: float | None = None,
-    initial_state: jax.Array | None = None,
+    initial_state: ArrayLike | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    segment_ids: ArrayLike | None = None,
     max_segments: int | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,

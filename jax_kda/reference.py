@@ -15,10 +15,12 @@ any order in either mode: nothing here has a custom rule.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from . import validate
 
@@ -27,9 +29,9 @@ CHUNK = 64
 
 
 def kda_gate(
-    x: jax.Array,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
+    x: ArrayLike,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
     lower_bound: float | None = None,
 ) -> jax.Array:
     """The log decay `g` (natural log, at most 0) from the gate projection `x`.
@@ -56,20 +58,20 @@ def kda_gate(
 
 
 def chunk_kda(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
     *,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
     lower_bound: float | None = None,
     scale: float | None = None,
-    initial_state: jax.Array | None = None,
+    initial_state: ArrayLike | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    segment_ids: ArrayLike | None = None,
     max_segments: int | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -134,7 +136,8 @@ def chunk_fwd(
     dtype = _accumulator(q, k, v, g, beta, A_log, dt_bias, initial_state)
     state_dtype = dtype if initial_state is None else initial_state.dtype
 
-    def activate(q, k, v, g, beta, A_log, dt_bias):
+    def activate(tokens, A_log, dt_bias):
+        q, k, v, g, beta = tokens
         q, k, v, beta = (x.astype(dtype) for x in (q, k, v, beta))
         if l2norm:
             q, k = _l2norm(q), _l2norm(k)
@@ -155,7 +158,7 @@ def chunk_fwd(
             tokens, inside, first, S_first = xs
             if packed:
                 S = jnp.where(first, 0.0 if S_first is None else S_first.astype(dtype), S)
-            q, k, v, g, beta = activate(*tokens, A_log, dt_bias)
+            q, k, v, g, beta = activate(tokens, A_log, dt_bias)
             decay = jnp.where(inside[:, None, None], jnp.exp(g), 1.0)  # none outside the sequence
             S, o = jax.lax.scan(token, S, (q, k, v, decay, beta))
             return S, (o.astype(v_dtype), S if packed and output_final_state else None)
@@ -164,7 +167,8 @@ def chunk_fwd(
         S = _varying_like(S, (tokens, A_log, dt_bias, spans, S0))
         if not packed:
             S, (o, _) = jax.lax.scan(chunk, S, (*_split(tokens, T), None, None))
-            return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype)
+            o = o.reshape(-1, HV, V)[:T]
+            return o, S[None].astype(state_dtype) if output_final_state else None
         if T == 0:  # nothing to take chunks from
             untouched = jnp.zeros((M, HV, V, K), state_dtype) if S0 is None else S0
             return tokens[2], untouched if output_final_state else None
@@ -190,7 +194,7 @@ def chunk_fwd(
     o, S = row((q, k, v, g, beta), A_log, dt_bias, spans, S0)
     if malformed is not None:
         o, S = jax.tree.map(lambda x: _where_rows(malformed, jnp.nan, x), (o, S))
-    if not output_final_state:
+    if S is None:
         return o, None
     if initial_state is None:
         return o, S.reshape(*rows[:-1], rows[-1] * M, HV, V, K)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 MAX_HEAD_SIZE = 256  # of K and V; beyond it no platform has a kernel
 MAX_LENGTH = 2**31 - 1  # offsets are int32
@@ -308,7 +309,7 @@ def _array(name, x):
 
 def _describe(x):
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        kind = "a traced array" if isinstance(x, jax.core.Tracer) else "an array"
+        kind = "a traced array" if isinstance(x, Tracer) else "an array"
         return f"{kind} of shape {_list(x.shape)} and dtype {x.dtype}"
     return repr(x)
 

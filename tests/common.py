@@ -31,7 +31,7 @@ class Case:
     state: str | None = "float32"  # dtype of initial_state; None: there is none
     lengths: tuple[int, ...] = ()  # of packed sequences, by cu_seqlens; tokens beyond are in none
     segments: tuple[tuple[int, ...], ...] = ()  # of each row, by segment_ids; negative: padding
-    max_segments: int | None = None
+    max_segments: int = 1
     scale: float | None = None
 
 

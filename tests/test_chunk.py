@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import CASES, assert_close, make_inputs
-from platforms import Platform, truth
-
-from jax_kda import chunk_kda
+from platforms import Platform, op, truth
 
 GRADIENT_CASES = [
     "one_token",
@@ -28,9 +26,7 @@ GRADIENT_CASES = [
 
 def run(platform: Platform, x: dict[str, Any], **options: Any) -> tuple[jax.Array, jax.Array]:
     with jax.default_device(jax.local_devices(backend=platform.name)[0]):
-        o, state = chunk_kda(**x, **options, output_final_state=True)
-    assert state is not None
-    return o, state
+        return op(x, **options)
 
 
 def tolerance(platform: Platform, result: jax.Array) -> float:
@@ -61,12 +57,10 @@ def test_gradients(name: str):
     cotangents = [rng.standard_normal(r.shape) for r in truth(x, **options)]
 
     def gradients(x, implementation):
-        op = functools.partial(
-            chunk_kda, **options, output_final_state=True, implementation=implementation
-        )
+        call = functools.partial(op, **options, implementation=implementation)
 
         def vjp(x, cotangents):
-            results, pullback = jax.vjp(lambda x: op(**x), x)
+            results, pullback = jax.vjp(call, x)
             return pullback(
                 tuple(c.astype(r.dtype) for c, r in zip(cotangents, results, strict=True))
             )[0]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import assert_close
-from platforms import OPERANDS, Platform
+from platforms import OPERANDS, Platform, op
 
-from jax_kda import chunk_kda, fwd, kda_gate, reference
+from jax_kda import fwd, kda_gate, reference
 
 DATA = Path(__file__).parent / "data"
 FLAGS = (
@@ -77,7 +77,7 @@ def load(file: str, case: str) -> Vector:
     names = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"]
     operands = {name: x[name] for name in names if name in x}
     options = {name: meta[name] for name in ("scale", "lower_bound", *FLAGS)}
-    options |= {"cu_seqlens": x.get("cu_seqlens"), "output_final_state": True}
+    options["cu_seqlens"] = x.get("cu_seqlens")
     gradients = {name: x[f"d{name}"] for name in operands}
     return Vector(file, operands, options, (x["o"], x["ht"]), (x["do"], x["dht"]), gradients)
 
@@ -90,7 +90,8 @@ vectors = pytest.mark.parametrize(
 @vectors
 def test_reference(vector_id: tuple[str, str]):
     vector = load(*vector_id)
-    results = jax.jit(functools.partial(reference.chunk_kda, **vector.options))(**vector.operands)
+    options = vector.options | {"output_final_state": True}
+    results = jax.jit(functools.partial(reference.chunk_kda, **options))(**vector.operands)
     for name, actual, expected in zip(("o", "ht"), results, vector.results, strict=True):
         vector.check(name, actual, expected, SCAN)
 
@@ -101,7 +102,7 @@ def test_values_and_gradients(vector_id: tuple[str, str]):
 
     @jax.jit
     def vjp(x, cotangents):
-        results, pullback = jax.vjp(lambda x: chunk_kda(**x, **vector.options), x)
+        results, pullback = jax.vjp(functools.partial(op, **vector.options), x)
         return results, pullback(cotangents)[0]
 
     results, gradients = vjp(vector.operands, vector.cotangents)
@@ -118,7 +119,7 @@ def test_values_from_bfloat16(vector_id: tuple[str, str], platform: Platform):
     tokens = {name: vector.operands[name].astype(jnp.bfloat16) for name in OPERANDS}
     operands = vector.operands | tokens
     with jax.default_device(jax.local_devices(backend=platform.name)[0]):
-        o, state = chunk_kda(**operands, **vector.options)
+        o, state = op(operands, **vector.options)
     gpu = platform.name == "gpu"
     assert_close(o, vector.results[0], platform.tolerance if gpu else 2e-3, "o")
     assert_close(state, vector.results[1], platform.tolerance if gpu else 1e-5, "state")
@@ -132,20 +133,18 @@ def test_flashkda(name: str, platform: Platform):
     cu_seqlens = x["cu_seqlens"] if x["cu_seqlens"].size else None
     state = x["initial_state"]
     with jax.default_device(jax.local_devices(backend=platform.name)[0]):
-        out, final_state = fwd(
+        results: Any = fwd(
             q, k, v, x["g"], x["beta"], q.shape[-1] ** -0.5, jnp.zeros_like(v), x["A_log"],
             x["dt_bias"], float(x["lower_bound"]), state, jnp.zeros_like(state), cu_seqlens,
         )  # fmt: skip
-    for name, actual, expected in (
-        ("out", out, x["f64_out"]),
-        ("final_state", final_state, x["f64_final"]),
-    ):
+    truth = x["f64_out"], x["f64_final"]
+    for name, actual, expected in zip(("out", "final_state"), results, truth, strict=True):
         exact = platform.name == "cpu" and actual.dtype == jnp.float32
         bound = 1e-5 if exact else max(platform.tolerance, 2e-3)
         assert_close(actual, expected, bound, name)
     # The system this call comes from rounds its state to bfloat16; we are nearer to the truth.
     theirs = x["flashkda_out"].astype(np.float64) - x["f64_out"]
-    ours = np.asarray(out, np.float64) - x["f64_out"]
+    ours = np.asarray(results[0], np.float64) - x["f64_out"]
     assert np.linalg.norm(ours) < np.linalg.norm(theirs)
 
 
@@ -185,12 +184,9 @@ def test_l2norm():
 
     def normalise(k):  # every row as a sequence of one token
         k = k[:, None, None, :]
-        v = beta = jnp.ones((T, 1, 1, 1))
-        _, state = chunk_kda(
-            k, k, v, jnp.zeros_like(k), beta[..., 0], output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        return state.reshape(T, K)
+        one = jnp.ones((T, 1, 1, 1))
+        x = {"q": k, "k": k, "v": one, "g": jnp.zeros_like(k), "beta": one[..., 0]}
+        return op(x, use_qk_l2norm_in_kernel=True)[1].reshape(T, K)
 
     actual, pullback = jax.vjp(normalise, x)
     np.testing.assert_allclose(actual, y, rtol=0, atol=1e-6 * abs(y).max())
