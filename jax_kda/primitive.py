@@ -226,10 +226,8 @@ def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     # A state has the sequences of all rows where tokens have the last of these axes.
     sequences = {0: rows, 1: (*rows[:-1], "n"), 2: (*rows[:-1], "bm")}[sig.offsets_step]
 
-    def gate_parameter(
-        name: str, *axes: str
-    ) -> tuple[str, ...]:  # shared by all rows, or one for each
-        return axes if name not in x or len(x[name].shape) == len(axes) else (*rows, *axes)
+    def gate_parameter(name: str, *own: str) -> tuple[str, ...]:
+        return own if name not in x or len(x[name].shape) == len(own) else (*rows, *own)
 
     q, v, state = (*rows, "t", "h", "k"), (*rows, "t", "hv", "v"), (*sequences, "hv", "v", "k")
     return dict(
@@ -276,16 +274,17 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     """
     x = sig.named(operands)
     axes = _axes(sig, x)
-    spec = dict(zip(axes["o"], (*results[0].sharding.spec, *[None] * len(axes["o"])), strict=False))
+    rows = axes["q"][:-3]
+    H, spec = x["q"].shape[-2], results[0].sharding.spec
+    spec = dict(zip(axes["o"], (*spec, *[None] * (len(axes["o"]) - len(spec))), strict=True))
 
-    def keep(axis: str, size: int):  # the mesh axes that shard it, if they divide it
-        names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],) if spec[axis] else ()
-        return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+    def shard(axis: str, size: int) -> Any:  # o's axes of the mesh, if they divide the size
+        names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
+        return spec[axis] if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
-    sizes = dict(zip(axes["q"], x["q"].shape, strict=True))
-    shards = {axis: keep(axis, sizes[axis]) for axis in axes["q"][:-3]}
-    shards["bm"] = shards[axes["q"][-4]]  # row-major, so a shard of rows has whole states
-    shards["h"] = shards["hv"] = None if spec["hv"] is None else keep("hv", sizes["h"])
+    shards = dict(zip(rows, map(shard, rows, x["q"].shape), strict=False))
+    shards["bm"] = shards[rows[-1]]  # row-major: some of the rows have all of their states
+    shards["h"] = shards["hv"] = shard("hv", H)
     place = lambda name: NamedSharding(mesh, P(*map(shards.get, axes[name])))
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:  # on one device's shards: no mesh
@@ -303,11 +302,10 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
     rows = operands[0].shape[batched[0] : -3]
 
     def prepend(name: str, a: jax.Array, is_batched: bool) -> jax.Array:
-        rank = {"A_log": 1, "dt_bias": 2}.get(name)
-        shared = a.ndim - is_batched == rank
+        shared = a.ndim - is_batched == {"A_log": 1, "dt_bias": 2}.get(name)
         if shared and is_batched:  # from now on one for each row
-            shape = (size, *rows, *a.shape[1:])
-            return jax.lax.broadcast_in_dim(a, shape, (0, *range(len(shape) - rank, len(shape))))
+            a = jnp.expand_dims(a, tuple(range(1, 1 + len(rows))))
+            return jnp.broadcast_to(a, (size, *rows, *a.shape[1 + len(rows) :]))
         return a if shared or is_batched else jax.lax.broadcast(a, (size,))
 
     return tuple(map(prepend, sig.names, operands, batched))
@@ -369,11 +367,12 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
         results = batched(*_batch(sig, size, is_batched, operands))
         return results, (True,) * len(results)
 
-    def forward(*operands):
-        inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
-        return batched(*operands), inputs
-
     differentiable = jax.custom_vjp(batched)
+
+    def forward(*operands):  # itself differentiable, for second derivatives
+        inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
+        return differentiable(*operands), inputs
+
     differentiable.defvjp(forward, functools.partial(_backward, sig))
 
     def kda_chunk_fwd(*operands):
