@@ -22,6 +22,8 @@ namespace jax_kda::cpu {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
+constexpr int64_t kMaxGroup =
+    4;  // their states, 64 KiB each at K = V = 128, stay in the second-level cache
 
 struct FreeFloats {
   void operator()(float* p) const { ::operator delete(p, kAlignment); }
@@ -71,6 +73,7 @@ class Forward {
       : p_(p),
         kernel_(kernel),
         executor_(executor),
+        threads_(std::max<int64_t>(executor.threads, 1)),
         strips_((p.V + kernel.strip - 1) / kernel.strip),
         strip_size_(kernel.state_rows(p) * kernel.strip) {}
 
@@ -79,9 +82,8 @@ class Forward {
     std::vector<Chain> chains = MakeChains(p_);
     int64_t chunks = 0;
     for (const Chain& chain : chains) chunks += chain.chunks();
-    const int64_t threads = std::max<int64_t>(executor_.threads, 1);
     const auto whole = std::find_if(chains.begin(), chains.end(), [&](const Chain& chain) {
-      return threads == 1 || 2 * threads * chain.chunks() <= chunks;
+      return threads_ == 1 || 2 * threads_ * chain.chunks() <= chunks;
     });
     RunSplit({chains.begin(), whole});
     RunWhole({whole, chains.end()});
@@ -114,29 +116,39 @@ class Forward {
     return {chain.b, chain.hv, token, std::min<int64_t>(kChunk, chain.end - token)};
   }
 
+  // A task is a group of chains, mostly heads of one sequence, that go from chunk to chunk
+  // together. The heads of a token share pages of memory: one chain alone would miss the TLB at
+  // every row it touches.
   void RunWhole(const std::vector<Chain>& chains) const {
-    const int64_t items = static_cast<int64_t>(chains.size());
-    if (items == 0) return;
-    const int64_t workers = executor_.workers(items);
+    const int64_t n_chains = static_cast<int64_t>(chains.size());
+    if (n_chains == 0) return;
+    const int64_t group = std::clamp<int64_t>(n_chains / (2 * threads_), 1, kMaxGroup);
+    const int64_t groups = (n_chains + group - 1) / group;
+    const int64_t workers = executor_.workers(groups);
     const Buffers prepared(workers, kernel_.prepared_size(p_));
     const Buffers prepare_scratch(workers, kernel_.prepare_scratch_size(p_));
     const Buffers scan_scratch(workers, kernel_.scan_scratch_size(p_));
-    const Buffers states(workers, strips_ * strip_size_);
-    ParallelFor(executor_, items, [&](int64_t item, int64_t worker) {
+    const Buffers states(workers * group * strips_, strip_size_);
+    ParallelFor(executor_, groups, [&](int64_t item, int64_t worker) {
       const FlushDenormals flush;
-      const Chain& chain = chains[item];
-      if (chain.chunks() == 0) return CopyState(p_, chain.state);
-      float* S = states[worker];
-      for (int64_t s = 0; s < strips_; ++s) LoadState(chain, s, S + s * strip_size_);
-      for (int64_t n = 0; n < chain.chunks(); ++n) {
-        const ChunkTokens x = Tokens(chain, n);
-        kernel_.prepare(p_, x, prepared[worker], prepare_scratch[worker]);
-        for (int64_t s = 0; s < strips_; ++s) {
-          kernel_.scan(p_, x, prepared[worker], s * kernel_.strip, S + s * strip_size_,
-                       scan_scratch[worker]);
+      const int64_t first = item * group;
+      const int64_t last = std::min(first + group, n_chains);
+      for (int64_t n = 0; n < std::max<int64_t>(chains[first].chunks(), 1); ++n) {
+        for (int64_t c = first; c < last; ++c) {
+          const Chain& chain = chains[c];
+          if (n == 0 && chain.chunks() == 0) CopyState(p_, chain.state);
+          if (n >= chain.chunks()) continue;
+          const int64_t state = (worker * group + c - first) * strips_;
+          const ChunkTokens x = Tokens(chain, n);
+          kernel_.prepare(p_, x, prepared[worker], prepare_scratch[worker]);
+          for (int64_t s = 0; s < strips_; ++s) {
+            float* S = states[state + s];
+            if (n == 0) LoadState(chain, s, S);
+            kernel_.scan(p_, x, prepared[worker], s * kernel_.strip, S, scan_scratch[worker]);
+            if (n + 1 == chain.chunks()) StoreState(chain, s, S);
+          }
         }
       }
-      for (int64_t s = 0; s < strips_; ++s) StoreState(chain, s, S + s * strip_size_);
     });
   }
 
@@ -144,8 +156,7 @@ class Forward {
     const int64_t n_chains = static_cast<int64_t>(chains.size());  // fewer than twice the threads
     if (n_chains == 0) return;
     const int64_t longest = chains.front().chunks();
-    const int64_t window =
-        std::min(longest, std::max<int64_t>(1, 16 * executor_.threads / n_chains));
+    const int64_t window = std::min(longest, std::max<int64_t>(1, 16 * threads_ / n_chains));
     const int64_t prepare_workers = executor_.workers(n_chains * window);
     const int64_t scan_workers = executor_.workers(n_chains * strips_);
     const Buffers prepared(n_chains * window, kernel_.prepared_size(p_));
@@ -225,6 +236,7 @@ class Forward {
   const ChunkFwdParams& p_;
   const ChunkKernel& kernel_;
   const Executor& executor_;
+  const int64_t threads_;
   const int64_t strips_;
   const int64_t strip_size_;
 };
