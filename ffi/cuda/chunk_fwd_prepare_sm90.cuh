@@ -8,7 +8,7 @@
 // A pair of rows (i, j), i > j, in different quads costs  q_up_i (decay between the quads) k_down_j: tensor cores, with the
 // decay between folded into the fragments. Pairs within a quad are summed in fp32 while the quad is in registers.
 //
-// Grid: one block a chunk slot and value head. Block: 8 warps; when building, warp w owns rows 8 w to 8 w + 7 (two quads) and
+// Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w to 8 w + 7 (two quads) and
 // a lane 2 channels of each half, so all decays live in one lane. Three blocks share an SM: 76,560 bytes, 80 registers a thread.
 #pragma once
 
@@ -33,7 +33,7 @@ struct PrepareConfig {
   static constexpr int kBlock = kSub * kBlockRow;
 
   // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L and of its inverse; quad totals, then Aqk; quad
-  // sums, then scratch of the inverse; q_decayed, then A_inv.
+  // sums, then scratch of the inverse; the gate's bias, then the chunk's decay; q_decayed, then A_inv.
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile;
   static constexpr int kL = 3 * kTile, kFactors = kL;
   static constexpr int kQuadTotals = kL + 10 * kBlock, kAqk = kQuadTotals;  // [16, K] fp32; [64, 64]
@@ -41,7 +41,7 @@ struct PrepareConfig {
   static constexpr int kSums = kScratch;                                    // [16 quads, 16] fp32
   static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;              // [8, K] fp32, log2, of 8 rows
   static constexpr int kBeyond = kLogDecay;                                 // [8, K / 2] two pairs: decay before, after 8 rows
-  static constexpr int kDecay = kScratch + 4 * kBlock;                      // [K] fp32
+  static constexpr int kDecay = kScratch + 4 * kBlock, kGateBias = kDecay;  // [K] fp32
   static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4, kBeta = kKNorm + kChunk * 4;
   static constexpr int kBarrier = kBeta + kChunk * 4;
   static constexpr int kBytes = kBarrier + 16;
@@ -73,7 +73,6 @@ struct GatePair<float> {
 struct GateParams {
   Gate gate;
   float slope, scale;
-  float2 bias[2];  // of this lane's channels, by half
 };
 // log2(1 + 2^y). lg2.approx has an absolute error, so small 2^y take the series; beyond 2^20 it is y itself.
 __device__ __forceinline__ float Softplus2(float y) {
@@ -84,11 +83,11 @@ __device__ __forceinline__ float Softplus2(float y) {
 
 // Log decays, base 2, of a quad and this lane's channels of one half.
 template <typename G>
-__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G>* g, const GateParams& p, int half) {
+__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G> (&g)[4], const GateParams& p, float2 bias) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const float2 x = g[r].Floats();
-    log2_a[r] = {fmaf(x.x, p.slope, p.bias[half].x), fmaf(x.y, p.slope, p.bias[half].y)};
+    log2_a[r] = {fmaf(x.x, p.slope, bias.x), fmaf(x.y, p.slope, bias.y)};
   }
   // Uniform, and around the loops, so that the elements of a quad overlap.
   if (p.gate == Gate::kSoftplus) {
@@ -167,21 +166,24 @@ __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
 
 // This warp's two quads: q_up, k_up, k_down in place of q and k, quad totals, products within quads.
 template <typename Operand, bool kL2Norm, typename G>
-__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)[2][8], const GateParams& gate, int valid, int warp,
+__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&all_g)[2][2][4], const GateParams& gate, int valid, int warp,
                                            int lane) {
   using C = PrepareConfig;
   const int rows_left = valid - warp * 8;
   const uint32_t rows = smem + warp * 8 * 128 + lane * 4;
+  GatePair<G> g[2][4];  // of this quad
 #pragma unroll
+  for (int i = 0; i < 8; ++i) g[i >> 2][i & 3] = all_g[0][i >> 2][i & 3];
+#pragma unroll 1  // straight code would miss the instruction cache
   for (int quad = 0; quad < 2; ++quad) {
     float sums[C::kQuadSums] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t column = rows + half * kHalfTile;
+      const uint32_t column = InRow(rows, quad * 4) + half * kHalfTile;
       float2 a[4], q[4], k[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const uint32_t at = InRow(column, quad * 4 + r);
+        const uint32_t at = InRow(column, r);
         const uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
         q[r] = {Bf16Lo(q_pair), Bf16Hi(q_pair)};
         k[r] = {Bf16Lo(k_pair), Bf16Hi(k_pair)};
@@ -196,7 +198,7 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)
           k[r] = {k[r].x * k_norms[r], k[r].y * k_norms[r]};
         }
       }
-      QuadDecays(a, &g[half][quad * 4], gate, half);
+      QuadDecays(a, g[half], gate, LdsF32x2(smem + C::kGateBias + (half * 64 + 2 * lane) * 4));
       if (rows_left < quad * 4 + 4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -230,74 +232,82 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&g)
         d[i] = k[i];
         sums[next_q] = fmaf(q[i].x, k[i].x, fmaf(q[i].y, k[i].y, sums[next_q]));
         ++next_q;
-        const uint32_t at = InRow(column, quad * 4 + i);
+        const uint32_t at = InRow(column, i);
         Sts32(at + C::kQ, Pack<Operand>(q[i].x * up.x, q[i].y * up.y));
         Sts32(at + C::kK, Pack<Operand>(k[i].x * up.x, k[i].y * up.y));
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        Sts32(InRow(column, quad * 4 + r) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
+        Sts32(InRow(column, r) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
       }
       StsF32x2(smem + C::kQuadTotals + ((warp * 2 + quad) * kHead + half * 64 + 2 * lane) * 4, up.x, up.y);
     }
     const float sum = WarpSum16(sums, lane);
     if ((lane & 1) == 0) StsF32(smem + C::kSums + ((warp * 2 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g[i >> 2][i & 3] = all_g[1][i >> 2][i & 3];
   }
 }
 
-// Decays between quads, as operands, one row of `factors` each; the chunk's decay. Two threads a pair of channels.
+__device__ __forceinline__ float2 Product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+
+// Decays between quads, as operands, one row of `factors` each; decays beyond every 8 rows; the chunk's decay. A thread
+// takes a pair of channels; each pair of warps takes a kind.
 template <typename Operand>
 __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   using C = PrepareConfig;
-  if (tid >= kHead) return;
-  const int c = (tid & 63) * 2;
+  const int c = (tid & 63) * 2, kind = tid >> 6;
   const uint32_t column = smem + c * 4;
-  float2 total[16];
-#pragma unroll
-  for (int quad = 0; quad < 16; ++quad) total[quad] = LdsF32x2(column + C::kQuadTotals + quad * kHead * 4);
-  auto product = [](float2 x, float2 y) { return float2{x.x * y.x, x.y * y.y}; };
+  auto total = [&](int quad) { return LdsF32x2(column + C::kQuadTotals + quad * kHead * 4); };
   // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie side by side.
   const uint32_t place = smem + C::kFactors + (c & ~15) * 2 + (c >> 1 & 3) * 8 + (c >> 3 & 1) * 4;
   auto store = [&](int row, float2 x) { Sts32(place + row * C::kFactorRow, Pack<Operand>(x.x, x.y)); };
-  if (tid < 64) {
+  auto store_across = [&](auto sub) {
+    constexpr int I = decltype(sub)::value;
+    float2 totals[4 * I], across = {1.f, 1.f};
 #pragma unroll
-    for (int I = 1; I < 4; ++I) {
-      float2 across = {1.f, 1.f};
+    for (int quad = 0; quad < 4 * I; ++quad) totals[quad] = total(quad);
 #pragma unroll
-      for (int quad = 4 * I - 1; quad >= 0; --quad) {
-        store(C::kAcross + 2 * I * (I - 1) + quad, across);
-        across = product(across, total[quad]);
-      }
+    for (int quad = 4 * I - 1; quad >= 0; --quad) {
+      store(C::kAcross + 2 * I * (I - 1) + quad, across);
+      across = Product(across, totals[quad]);
     }
-  } else {
+  };
+  if (kind == 0) {
+    store_across(std::integral_constant<int, 3>{});
+  } else if (kind == 1) {
+    store_across(std::integral_constant<int, 2>{});
+    store_across(std::integral_constant<int, 1>{});
+  } else if (kind == 2) {
     store(C::kOne, {1.f, 1.f});
 #pragma unroll
     for (int I = 0; I < 4; ++I) {
-      store(C::kTotals + 2 * I, total[4 * I + 1]);
-      store(C::kTotals + 2 * I + 1, total[4 * I + 2]);
+      const float2 t0 = total(4 * I), t1 = total(4 * I + 1), t2 = total(4 * I + 2);
+      store(C::kTotals + 2 * I, t1);
+      store(C::kTotals + 2 * I + 1, t2);
       if (I > 0) {
-        const float2 two = product(total[4 * I], total[4 * I + 1]);
-        store(C::kBefore + 3 * (I - 1), total[4 * I]);
-        store(C::kBefore + 3 * (I - 1) + 1, two);
-        store(C::kBefore + 3 * (I - 1) + 2, product(two, total[4 * I + 2]));
+        store(C::kBefore + 3 * (I - 1), t0);
+        store(C::kBefore + 3 * (I - 1) + 1, Product(t0, t1));
+        store(C::kBefore + 3 * (I - 1) + 2, Product(Product(t0, t1), t2));
       }
     }
-    float2 log_decay = {0.f, 0.f};
+  } else {
+    float2 eight[8], before[8], log_decay = {0.f, 0.f}, after = {1.f, 1.f};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      eight[i] = Product(total(2 * i), total(2 * i + 1));
       const float2 x = LdsF32x2(column + C::kLogDecay + i * kHead * 4);
       log_decay = {log_decay.x + x.x, log_decay.y + x.y};
     }
     StsF32x2(column + C::kDecay, Ex2(log_decay.x), Ex2(log_decay.y));
-    float2 before[8], after = {1.f, 1.f};
     before[0] = after;
 #pragma unroll
-    for (int i = 1; i < 8; ++i) before[i] = product(before[i - 1], product(total[2 * i - 2], total[2 * i - 1]));
+    for (int i = 1; i < 8; ++i) before[i] = Product(before[i - 1], eight[i - 1]);
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
       Sts32(column + C::kBeyond + i * kHead * 4, Pack<Operand>(before[i].x, before[i].y));
       Sts32(column + C::kBeyond + i * kHead * 4 + 4, Pack<Operand>(after.x, after.y));
-      after = product(after, product(total[2 * i], total[2 * i + 1]));
+      after = Product(after, eight[i]);
     }
   }
 }
@@ -314,7 +324,7 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
   const uint32_t before_low = factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
   const uint32_t before_high = factors + (C::kBefore + 3 * (I - 1) + high - 1) * C::kFactorRow;
   const uint32_t across = factors + (C::kAcross + 2 * I * (I - 1) + 4 * J + low) * C::kFactorRow;
-#pragma unroll 4  // a half tile: straight code would miss the instruction cache
+#pragma unroll 4
   for (int step = 0; step < kHead / 16; ++step) {
     const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
     uint32_t q[4], k[4], b[4];
@@ -356,7 +366,7 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
   const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
   const uint32_t left = factors + (far ? C::kTotals + 2 * I + 1 : C::kOne) * C::kFactorRow;
   const uint32_t right = factors + (far ? C::kOne : C::kTotals + 2 * I) * C::kFactorRow;
-#pragma unroll 4
+#pragma unroll
   for (int step = 0; step < kHead / 16; ++step) {
     const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
     uint32_t a[4], a_inner[4], b[4];
@@ -414,16 +424,16 @@ __device__ __forceinline__ void InvertUnitLower(uint32_t smem, int warp, int lan
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      float even = i == j ? 1.f : 0.f, odd = 0.f;
+      float sum[4] = {i == j ? 1.f : 0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int m = 0; m < i; m += 4) {
         const float4 l = LdsF32x4(block + i * C::kBlockRow + m * 4);
-        even = fmaf(-l.x, x[m], even);
-        if (m + 1 < i) odd = fmaf(-l.y, x[m + 1], odd);
-        if (m + 2 < i) even = fmaf(-l.z, x[m + 2], even);
-        if (m + 3 < i) odd = fmaf(-l.w, x[m + 3], odd);
+        sum[0] = fmaf(-l.x, x[m], sum[0]);
+        if (m + 1 < i) sum[1] = fmaf(-l.y, x[m + 1], sum[1]);
+        if (m + 2 < i) sum[2] = fmaf(-l.z, x[m + 2], sum[2]);
+        if (m + 3 < i) sum[3] = fmaf(-l.w, x[m + 3], sum[3]);
       }
-      x[i] = even + odd;
+      x[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
     __syncwarp();
     if (lane < 16) {
@@ -472,80 +482,71 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   using Operand = std::conditional_t<kL2Norm, Fp16, Bf16>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const uint32_t HV = static_cast<uint32_t>(p.HV), slot = blockIdx.x / HV, h = blockIdx.x - slot * HV;
+  int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const uint32_t HV = static_cast<uint32_t>(p.HV), h = blockIdx.x, slot = blockIdx.z * gridDim.y + blockIdx.y;
+  if (slot >= ws.NT) return;
   const ChunkSlot chunk = FindChunk(p, ws, slot);
   if (chunk.valid == 0) return;
 
   if (tid == 0) {
-    const int qk_head = h / (HV / static_cast<uint32_t>(p.H));
+    const int qk_head = p.H == p.HV ? h : h / (HV / static_cast<uint32_t>(p.H));
     MbarrierInit(smem + C::kBarrier, 1);
     FenceMbarrierInit();
     MbarrierExpectTx(smem + C::kBarrier, 2 * kTile);
     TmaLoad(smem + C::kQ, &q_map, smem + C::kBarrier, qk_head, chunk.token, 0);
     TmaLoad(smem + C::kK, &k_map, smem + C::kBarrier, qk_head, chunk.token, 0);
   }
-  GatePair<G> g[2][8];  // this lane's channels of this warp's rows, by half
+  GatePair<G> g[2][2][4];  // this lane's channels of this warp's rows: quad, half, row
   {
     const int64_t stride = int64_t{HV} * kHead;
     const G* row = static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * kHead + 2 * lane;
 #pragma unroll
     for (int r = 0; r < 8; ++r, row += stride) {
-      g[0][r] = g[1][r] = {};
+      g[r >> 2][0][r & 3] = g[r >> 2][1][r & 3] = {};
       if (warp * 8 + r < chunk.valid) {
-        g[0][r] = *reinterpret_cast<const GatePair<G>*>(row);
-        g[1][r] = *reinterpret_cast<const GatePair<G>*>(row + 64);
+        g[r >> 2][0][r & 3] = *reinterpret_cast<const GatePair<G>*>(row);
+        g[r >> 2][1][r & 3] = *reinterpret_cast<const GatePair<G>*>(row + 64);
       }
     }
   }
-  if (tid < kChunk) {
-    float beta = 0.f;
-    if (tid < chunk.valid) {
-      const int64_t at = int64_t{chunk.token + tid} * HV + h;
-      beta = p.beta_dtype == DType::kF32 ? static_cast<const float*>(p.beta)[at]
-                                         : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
-      if (p.beta_mode != BetaMode::kProbability) beta = Rcp(1.f + Ex2(-kLog2E * beta));
-      if (p.beta_mode == BetaMode::kTwoSigmoid) beta *= 2.f;
-    }
-    StsF32(smem + C::kBeta + tid * 4, beta);
-  }
-  GateParams gate{p.gate, kLog2E, 1.f, {}};
-  {
-    const float slope = p.A_log == nullptr ? 1.f : Ex2(kLog2E * p.A_log[chunk.row * p.A_log_stride + h]);
-    if (p.gate == Gate::kSoftplus) gate.scale = -slope;
-    if (p.gate == Gate::kLowerBound) {
-      gate.slope = -kLog2E * slope;
-      gate.scale = p.lower_bound * kLog2E;
-    }
-    if (p.dt_bias != nullptr) {
-      const float* dt_bias = p.dt_bias + chunk.row * p.dt_bias_stride + h * kHead + 2 * lane;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 x = *reinterpret_cast<const float2*>(dt_bias + half * 64);
-        gate.bias[half] = {x.x * gate.slope, x.y * gate.slope};
-      }
-    }
+  // Loads are under way long before they are waited for.
+  uint32_t beta_bits = 0;
+  if (tid < chunk.valid) {
+    const int64_t at = int64_t{chunk.token + tid} * HV + h;
+    beta_bits = p.beta_dtype == DType::kF32 ? static_cast<const uint32_t*>(p.beta)[at] : static_cast<const uint16_t*>(p.beta)[at];
   }
   __syncthreads();
+  const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
+  float dt_bias = 0.f;
+  if (tid < kHead && p.dt_bias != nullptr) dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * kHead + tid];
   MbarrierWait(smem + C::kBarrier, 0);
-  if (kL2Norm) {
-    RowNorms(smem, warp, lane);
-    __syncthreads();
+  if (kL2Norm) RowNorms(smem, warp, lane);
+  if (tid < kChunk) {
+    float beta = __uint_as_float(p.beta_dtype == DType::kF32 ? beta_bits : beta_bits << 16);
+    if (p.beta_mode != BetaMode::kProbability) beta = Rcp(1.f + Ex2(-kLog2E * beta));
+    if (p.beta_mode == BetaMode::kTwoSigmoid) beta *= 2.f;
+    StsF32(smem + C::kBeta + tid * 4, tid < chunk.valid ? beta : 0.f);
   }
+  GateParams gate{p.gate, kLog2E, -Ex2(kLog2E * A_log)};
+  if (p.gate == Gate::kLowerBound) gate = {p.gate, kLog2E * gate.scale, p.lower_bound * kLog2E};
+  if (tid < kHead) StsF32(smem + C::kGateBias + tid * 4, dt_bias * gate.slope);
+  __syncthreads();
   BuildQuads<Operand, kL2Norm>(smem, g, gate, chunk.valid, warp, lane);
   __syncthreads();
   BuildFactors<Operand>(smem, tid);
   __syncthreads();
 
   // Warps 0-5: one pair of sub-blocks each; warps 6 and 7: two diagonal sub-blocks each.
-  const int I = warp >= 3 ? 3 : warp >= 1 ? 2 : 1, J = warp - I * (I - 1) / 2;
+  auto sub_block_row = [](int pair) { return pair >= 3 ? 3 : pair >= 1 ? 2 : 1; };
   float c[2][2][4] = {};
   if (warp < 6) {
-    SubBlockProducts<Operand>(c, smem, I, J, lane);
+    const int I = sub_block_row(warp);
+    SubBlockProducts<Operand>(c, smem, I, warp - I * (I - 1) / 2, lane);
   } else {
 #pragma unroll
     for (int d = 0; d < 2; ++d) DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
   }
+  tid = Opaque(tid), warp = tid >> 5, lane = tid & 31;
   uint2 beyond[2];        // decays before and after this warp's rows, by half,
   uint32_t totals[2][2];  // and over its quads, by quad and half: Aqk takes their place next
 #pragma unroll
@@ -564,7 +565,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   for (int i = 0; i < 2; ++i) Sts128(smem + C::kAqk + (tid + i * C::kThreads) * 16, {0, 0, 0, 0});
   FenceProxyAsync();
   __syncthreads();
-  std::byte* image = ws.images + int64_t{blockIdx.x} * image::kBytes;
+  std::byte* image = ws.images + (int64_t{slot} * HV + h) * image::kBytes;
   if (tid == 0) {
     BulkStore(image, smem + C::kQ, 3 * kTile);
     BulkStore(image + image::kDecay, smem + C::kDecay, kHead * 4);
@@ -578,6 +579,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
   };
   if (warp < 6) {
+    const int I = sub_block_row(warp), J = warp - I * (I - 1) / 2;
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll

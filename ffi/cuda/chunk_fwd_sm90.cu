@@ -63,7 +63,9 @@ ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cud
   const auto kernel = p.g_dtype == DType::kF32 ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
                                                : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
   using Config = sm90::PrepareConfig;
-  return Launch("ChunkFwdPrepareKernel", kernel, dim3(ws.NT * p.HV), Config::kThreads, Config::kBytes, stream, q_map, k_map,
+  // The y and z axes of a grid end at 65,535.
+  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
+  return Launch("ChunkFwdPrepareKernel", kernel, dim3(p.HV, y, z), Config::kThreads, Config::kBytes, stream, q_map, k_map,
                 p, ws);
 }
 

@@ -75,14 +75,14 @@ inline int64_t WorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool 
 __device__ inline ChunkSlot FindChunk(const ChunkFwdParams& p, const Workspace& ws, uint32_t slot) {
   if (ws.chunks != nullptr) return ws.chunks[slot];
   const uint32_t T = static_cast<uint32_t>(p.T), chunks_per_row = (T + kChunk - 1) / kChunk;
-  const uint32_t row = slot / chunks_per_row, first = (slot - row * chunks_per_row) * kChunk;
+  const uint32_t row = p.B == 1 ? 0 : slot / chunks_per_row, first = (slot - row * chunks_per_row) * kChunk;
   return {static_cast<int32_t>(row * T + first), static_cast<int32_t>(min(uint32_t{kChunk}, T - first)),
           static_cast<int32_t>(row), 0};
 }
 
 // The 16-byte piece `piece` (0..7) of row `row` in a swizzled tile or matrix.
 __device__ __forceinline__ uint32_t Swizzled(uint32_t row, uint32_t piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-// The same place as `at`, which lies in a row 0 (mod 8), but `row` (0..7) rows further.
+// The same place as `at`, but `row` rows further: at most 7, from a row that is 0 modulo a power of two above `row`.
 __device__ __forceinline__ uint32_t InRow(uint32_t at, uint32_t row) { return (at ^ (row << 4)) + row * 128; }
 
 }  // namespace jax_kda::sm90

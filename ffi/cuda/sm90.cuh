@@ -23,6 +23,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// x, of which the compiler knows nothing: addresses derived from it are computed here and not held from far above.
+__device__ __forceinline__ int Opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---------------------------------------------------------------------------------------------------- arithmetic
 
 __device__ __forceinline__ float Ex2(float x) {
@@ -188,6 +194,14 @@ __device__ __forceinline__ void TmaLoad(uint32_t dst, const CUtensorMap* map, ui
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(0), "r"(head), "r"(token), "r"(half)
       : "memory");
+}
+__device__ __forceinline__ void TmaPrefetchL2(const CUtensorMap* map, int head, int token, int half) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(0), "r"(head),
+               "r"(token), "r"(half)
+               : "memory");
+}
+__device__ __forceinline__ void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 __device__ __forceinline__ void TmaStore(const CUtensorMap* map, uint32_t src, int head, int token, int half) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
