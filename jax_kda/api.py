@@ -130,8 +130,8 @@ def chunk_kda(
     for each sequence and value head, with S of shape [V, K] (Kimi Linear, arXiv:2510.26692,
     equation 1). The state is float32 throughout; g and beta are used as given, never rounded.
 
-    The kernels have a rule for `jax.grad`, `jax.vjp` and `jax.jacrev`, once. Forward mode
-    (`jax.jvp`, `jax.jacfwd`) and second derivatives need implementation="reference".
+    The kernels have a rule for reverse mode: `jax.grad`, `jax.vjp` and `jax.jacrev`. Forward mode
+    (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) needs implementation="reference".
 
     Args:
       q, k: queries and keys [B, T, H, K], bfloat16 or float32; K from 1 to 256.

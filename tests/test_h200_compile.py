@@ -224,7 +224,7 @@ def test_rows_and_heads_shard_in_place_without_collectives(h200s, H, HV):
 def test_calls_are_captured_in_one_command_buffer(h200s, tmp_path, n, options, captured):
     def f(x, out, state):
         for _ in range(n):
-            out, state = fwd(x, out, state)
+            out, state = jax.tree.leaves(fwd(x, out, state))
         return out, state
 
     compile_on_one(h200s, f, types(), xla_dump_to=str(tmp_path), **options)
