@@ -29,19 +29,20 @@ struct FreeFloats {
   void operator()(float* p) const { ::operator delete(p, kAlignment); }
 };
 
-// n float arrays of `size`, each aligned to 64 bytes, zero: padding that is never written must be
-// finite. Throws std::bad_alloc.
+// n float arrays of `size`, each aligned to 64 bytes. Throws std::bad_alloc.
 class Buffers {
  public:
   Buffers(int64_t n, int64_t size)
       : stride_((size + 15) / 16 * 16),
-        data_(static_cast<float*>(::operator new(n * stride_ * sizeof(float), kAlignment))) {
-    std::memset(data_.get(), 0, n * stride_ * sizeof(float));
-  }
+        bytes_(n * stride_ * sizeof(float)),
+        data_(static_cast<float*>(::operator new(bytes_, kAlignment))) {}
+
+  void Zero() { std::memset(data_.get(), 0, bytes_); }
   float* operator[](int64_t i) const { return data_.get() + i * stride_; }
 
  private:
   int64_t stride_;
+  size_t bytes_;
   std::unique_ptr<float, FreeFloats> data_;
 };
 
@@ -126,7 +127,8 @@ class Forward {
     const int64_t groups = (n_chains + group - 1) / group;
     const int64_t workers = executor_.workers(groups);
     const Buffers prepared(workers, kernel_.prepared_size(p_));
-    const Buffers prepare_scratch(workers, kernel_.prepare_scratch_size(p_));
+    Buffers prepare_scratch(workers, kernel_.prepare_scratch_size(p_));
+    prepare_scratch.Zero();  // read in whole vectors, past what is written
     const Buffers scan_scratch(workers, kernel_.scan_scratch_size(p_));
     const Buffers states(workers * group * strips_, strip_size_);
     ParallelFor(executor_, groups, [&](int64_t item, int64_t worker) {
@@ -156,11 +158,12 @@ class Forward {
     const int64_t n_chains = static_cast<int64_t>(chains.size());  // fewer than twice the threads
     if (n_chains == 0) return;
     const int64_t longest = chains.front().chunks();
-    const int64_t window = std::min(longest, std::max<int64_t>(1, 16 * threads_ / n_chains));
+    const int64_t window = std::min(longest, std::max<int64_t>(1, 8 * threads_ / n_chains));
     const int64_t prepare_workers = executor_.workers(n_chains * window);
     const int64_t scan_workers = executor_.workers(n_chains * strips_);
     const Buffers prepared(n_chains * window, kernel_.prepared_size(p_));
-    const Buffers prepare_scratch(prepare_workers, kernel_.prepare_scratch_size(p_));
+    Buffers prepare_scratch(prepare_workers, kernel_.prepare_scratch_size(p_));
+    prepare_scratch.Zero();  // read in whole vectors, past what is written
     const Buffers scan_scratch(scan_workers, kernel_.scan_scratch_size(p_));
     const Buffers states(n_chains * strips_, strip_size_);
 

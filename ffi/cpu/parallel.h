@@ -12,7 +12,7 @@
 namespace jax_kda::cpu {
 
 struct Executor {
-  int64_t threads;  // that `schedule` may use, the caller's not counted
+  int64_t threads;  // that may work at once, the caller among them
   std::function<void(std::function<void()>)> schedule;
 
   int64_t workers(int64_t items) const {
