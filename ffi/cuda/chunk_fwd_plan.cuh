@@ -1,7 +1,7 @@
 // Plan: offsets of packed rows -> chunk slots and sequence slots, on one block.
 //
-// Offsets are data: nothing here or later may read or write out of bounds whatever they hold. A row whose offsets are
-// malformed is planned as empty sequences with NaN results.
+// Offsets are data: nothing here or later may read or write out of bounds whatever they hold. A row
+// whose offsets are malformed is planned as empty sequences with NaN results.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -15,7 +15,8 @@ inline constexpr int kPlanThreads = 1024;
 inline constexpr int kMaxRanked = 1024;
 
 __global__ void __launch_bounds__(kPlanThreads)
-    ChunkFwdPlanKernel(const __grid_constant__ ChunkFwdParams p, const __grid_constant__ Workspace ws) {
+    ChunkFwdPlanKernel(const __grid_constant__ ChunkFwdParams p,
+                       const __grid_constant__ Workspace ws) {
   using Scan = cub::BlockScan<int, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan_storage;
   __shared__ int chunk_counts[kMaxRanked];
@@ -23,8 +24,12 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int N = static_cast<int>(p.B * p.M), M = static_cast<int>(p.M), T = static_cast<int>(p.T);
   const int step = static_cast<int>(p.offsets_step);
   const int row_stride = step == 1 ? M + 1 : 2 * M;
-  auto begin = [&](int n) { return p.offsets[int64_t{n / M} * row_stride + int64_t{n % M} * step]; };
-  auto end = [&](int n) { return p.offsets[int64_t{n / M} * row_stride + int64_t{n % M} * step + 1]; };
+  auto begin = [&](int n) {
+    return p.offsets[int64_t{n / M} * row_stride + int64_t{n % M} * step];
+  };
+  auto end = [&](int n) {
+    return p.offsets[int64_t{n / M} * row_stride + int64_t{n % M} * step + 1];
+  };
 
   for (int n = threadIdx.x; n < N; n += kPlanThreads) ws.sequences[n].row_malformed = 0;
   __syncthreads();
@@ -74,7 +79,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int slot = threadIdx.x; slot < ws.NT; slot += kPlanThreads) {
     ChunkSlot c{};
     if (slot < chunks_before) {
-      int low = 0, high = N - 1;  // the last sequence that starts at or before this slot; empty ones share their start
+      int low = 0, high = N - 1;  // the last sequence that starts at or before this slot; empty
+                                  // ones share their start
       while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (ws.sequences[middle].first_chunk <= slot) {

@@ -1,15 +1,18 @@
 // Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh).
 //
-// Decays are products of a_i = exp(g_i) <= 1, never exp of a positive number, so any gate works: underflow to 0 is the
-// right answer, -inf is a reset. They are local first and extended by factors that are themselves products:
-//   quad       4 rows:  q_up = q a_s..a_i, k_up = k a_s..a_i (s: the quad's first row), k_down = k a_{i+1}..a_e (e: its last)
-//   sub-block 16 rows: `before` = decay from the sub-block's start to the quad, `after` = from the quad to its end
-//   chunk     64 rows
-// A pair of rows (i, j), i > j, in different quads costs  q_up_i (decay between the quads) k_down_j: tensor cores, with the
-// decay between folded into the fragments. Pairs within a quad are summed in fp32 while the quad is in registers.
+// Decays are products of a_i = exp(g_i) <= 1, never exp of a positive number, so any gate works:
+// underflow to 0 is the right answer, -inf is a reset. They are local first and extended by factors
+// that are themselves products:
+//   quad       4 rows:  q_up = q a_s..a_i, k_up = k a_s..a_i (s: the quad's first row), k_down = k
+//   a_{i+1}..a_e (e: its last) sub-block 16 rows: `before` = decay from the sub-block's start to
+//   the quad, `after` = from the quad to its end chunk     64 rows
+// A pair of rows (i, j), i > j, in different quads costs  q_up_i (decay between the quads)
+// k_down_j: tensor cores, with the decay between folded into the fragments. Pairs within a quad are
+// summed in fp32 while the quad is in registers.
 //
-// Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w to 8 w + 7 (two quads) and
-// a lane 2 channels of each half, so all decays live in one lane. Three blocks share an SM: 76,560 bytes, 80 registers a thread.
+// Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w
+// to 8 w + 7 (two quads) and a lane 2 channels of each half, so all decays live in one lane. Three
+// blocks share an SM: 76,560 bytes, 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -22,36 +25,45 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 
 struct PrepareConfig {
   static constexpr int kThreads = 256;
-  static constexpr int kSub = 16;        // rows of a sub-block
-  static constexpr int kQuad = 4;        // rows of a quad
-  static constexpr int kQuadSums = 16;   // products within a quad: 10 of q (i >= j), 6 of k (i > j)
-  static constexpr int kFactorRow = kHead * 2 + 32;  // bytes; the 32 put the rows of two quads on different banks
-  // Rows of factors: 1, `before` of quads 1-3 of sub-blocks 1-3, decay from each earlier quad to sub-blocks 1-3,
-  // totals of quads 1 and 2 of every sub-block.
-  static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24, kFactorRows = kTotals + 8;
-  static constexpr int kBlockRow = 20 * 4;           // bytes of a row of a 16x16 fp32 block, padded against conflicts
+  static constexpr int kSub = 16;       // rows of a sub-block
+  static constexpr int kQuad = 4;       // rows of a quad
+  static constexpr int kQuadSums = 16;  // products within a quad: 10 of q (i >= j), 6 of k (i > j)
+  static constexpr int kFactorRow =
+      kHead * 2 + 32;  // bytes; the 32 put the rows of two quads on different banks
+  // Rows of factors: 1, `before` of quads 1-3 of sub-blocks 1-3, decay from each earlier quad to
+  // sub-blocks 1-3, totals of quads 1 and 2 of every sub-block.
+  static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24,
+                       kFactorRows = kTotals + 8;
+  static constexpr int kBlockRow =
+      20 * 4;  // bytes of a row of a 16x16 fp32 block, padded against conflicts
   static constexpr int kBlock = kSub * kBlockRow;
 
-  // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L and of its inverse; quad totals, then Aqk; quad
-  // sums, then scratch of the inverse; the gate's bias, then the chunk's decay; q_decayed, then A_inv.
+  // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L and of its inverse; quad
+  // totals, then Aqk; quad sums, then scratch of the inverse; the gate's bias, then the chunk's
+  // decay; q_decayed, then A_inv.
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile;
   static constexpr int kL = 3 * kTile, kFactors = kL;
-  static constexpr int kQuadTotals = kL + 10 * kBlock, kAqk = kQuadTotals;  // [16, K] fp32; [64, 64]
-  static constexpr int kScratch = kAqk + kMatrix;                           // [4] blocks
-  static constexpr int kSums = kScratch;                                    // [16 quads, 16] fp32
-  static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;              // [8, K] fp32, log2, of 8 rows
-  static constexpr int kBeyond = kLogDecay;                                 // [8, K / 2] two pairs: decay before, after 8 rows
+  static constexpr int kQuadTotals = kL + 10 * kBlock,
+                       kAqk = kQuadTotals;                      // [16, K] fp32; [64, 64]
+  static constexpr int kScratch = kAqk + kMatrix;               // [4] blocks
+  static constexpr int kSums = kScratch;                        // [16 quads, 16] fp32
+  static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;  // [8, K] fp32, log2, of 8 rows
+  static constexpr int kBeyond = kLogDecay;  // [8, K / 2] two pairs: decay before, after 8 rows
   static constexpr int kDecay = kScratch + 4 * kBlock, kGateBias = kDecay;  // [K] fp32
-  static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4, kBeta = kKNorm + kChunk * 4;
+  static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4,
+                       kBeta = kKNorm + kChunk * 4;
   static constexpr int kBarrier = kBeta + kChunk * 4;
   static constexpr int kBytes = kBarrier + 16;
   static_assert(kFactorRows * kFactorRow <= 10 * kBlock);
   static_assert(kLogDecay + 8 * kHead * 4 <= kScratch + 4 * kBlock);
   static_assert(16 * kHead * 4 == kMatrix);
-  static_assert(3 * (kBytes + 1024) <= 228 * 1024, "three blocks an SM, each with 1 KB of the system's");
+  static_assert(3 * (kBytes + 1024) <= 228 * 1024,
+                "three blocks an SM, each with 1 KB of the system's");
 };
 
-__device__ __forceinline__ uint32_t BlockOffset(int I, int J) { return (I * (I + 1) / 2 + J) * PrepareConfig::kBlock; }
+__device__ __forceinline__ uint32_t BlockOffset(int I, int J) {
+  return (I * (I + 1) / 2 + J) * PrepareConfig::kBlock;
+}
 
 template <typename G>
 struct GatePair;  // two neighbouring channels of g
@@ -69,12 +81,14 @@ struct GatePair<float> {
 // log2(exp(g)) of gate input x, with y = x slope + bias:
 //   activated    y
 //   softplus     scale softplus(x + dt_bias)                        y = log2(e) (x + dt_bias)
-//   lower bound  scale sigmoid(exp(A_log) (x + dt_bias))            y = -log2(e) exp(A_log) (x + dt_bias)
+//   lower bound  scale sigmoid(exp(A_log) (x + dt_bias))            y = -log2(e) exp(A_log) (x +
+//   dt_bias)
 struct GateParams {
   Gate gate;
   float slope, scale;
 };
-// log2(1 + 2^y). lg2.approx has an absolute error, so small 2^y take the series; beyond 2^20 it is y itself.
+// log2(1 + 2^y). lg2.approx has an absolute error, so small 2^y take the series; beyond 2^20 it is
+// y itself.
 __device__ __forceinline__ float Softplus2(float y) {
   const float z = Ex2(y);
   const float series = z * kLog2E * (1.f - z * (0.5f - z * (1.f / 3 - z * (0.25f - z * 0.2f))));
@@ -83,7 +97,8 @@ __device__ __forceinline__ float Softplus2(float y) {
 
 // Log decays, base 2, of a quad and this lane's channels of one half.
 template <typename G>
-__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G> (&g)[4], const GateParams& p, float2 bias) {
+__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G> (&g)[4],
+                                           const GateParams& p, float2 bias) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const float2 x = g[r].Floats();
@@ -99,7 +114,8 @@ __device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G
   }
 }
 
-// One step of a butterfly sum over the warp: 2 kKeep values become kKeep, the upper ones on lanes with bit 2 kKeep.
+// One step of a butterfly sum over the warp: 2 kKeep values become kKeep, the upper ones on lanes
+// with bit 2 kKeep.
 template <int kKeep>
 __device__ __forceinline__ void HalveSums(float (&s)[16], int lane) {
   const bool upper = lane & (2 * kKeep);
@@ -125,7 +141,8 @@ __device__ __forceinline__ void BlockProduct(float (&c)[2][4], uint32_t a, uint3
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const uint32_t left = a + g * kRow + (step * 8 + t) * 4;
-    const uint32_t fragment[4] = {CvtTf32(LdsF32(left)), CvtTf32(LdsF32(left + 8 * kRow)), CvtTf32(LdsF32(left + 16)),
+    const uint32_t fragment[4] = {CvtTf32(LdsF32(left)), CvtTf32(LdsF32(left + 8 * kRow)),
+                                  CvtTf32(LdsF32(left + 16)),
                                   CvtTf32(LdsF32(left + 8 * kRow + 16))};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -134,7 +151,8 @@ __device__ __forceinline__ void BlockProduct(float (&c)[2][4], uint32_t a, uint3
     }
   }
 }
-__device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4], float sign, int lane) {
+__device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4], float sign,
+                                           int lane) {
   constexpr int kRow = PrepareConfig::kBlockRow;
   const uint32_t a = block + (lane >> 2) * kRow + (lane & 3) * 8;
 #pragma unroll
@@ -144,7 +162,8 @@ __device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4
   }
 }
 
-// 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand is the left's registers.
+// 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand
+// is the left's registers.
 __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   using C = PrepareConfig;
   const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
@@ -153,7 +172,8 @@ __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
 #pragma unroll
   for (int step = 0; step < kHead / 16; ++step) {
     uint32_t x[4];
-    Ldmatrix(x, tile + (step >> 2) * kHalfTile + Swizzled(first + (lane & 15), (step & 3) * 2 + (lane >> 4)));
+    Ldmatrix(x, tile + (step >> 2) * kHalfTile +
+                    Swizzled(first + (lane & 15), (step & 3) * 2 + (lane >> 4)));
     Mma<Bf16>(low, x, x[0], x[2]);
     Mma<Bf16>(high, x, x[1], x[3]);
   }
@@ -164,10 +184,11 @@ __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   }
 }
 
-// This warp's two quads: q_up, k_up, k_down in place of q and k, quad totals, products within quads.
+// This warp's two quads: q_up, k_up, k_down in place of q and k, quad totals, products within
+// quads.
 template <typename Operand, bool kL2Norm, typename G>
-__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&all_g)[2][2][4], const GateParams& gate, int valid, int warp,
-                                           int lane) {
+__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&all_g)[2][2][4],
+                                           const GateParams& gate, int valid, int warp, int lane) {
   using C = PrepareConfig;
   const int rows_left = valid - warp * 8;
   const uint32_t rows = smem + warp * 8 * 128 + lane * 4;
@@ -191,7 +212,8 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&al
       if (kL2Norm) {
         const uint32_t norms = smem + (warp * 8 + quad * 4) * 4;
         const float4 q_norm = LdsF32x4(norms + C::kQNorm), k_norm = LdsF32x4(norms + C::kKNorm);
-        const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w}, k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
+        const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w},
+                    k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           q[r] = {q[r].x * q_norms[r], q[r].y * q_norms[r]};
@@ -199,7 +221,9 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&al
         }
       }
       QuadDecays(a, g[half], gate, LdsF32x2(smem + C::kGateBias + (half * 64 + 2 * lane) * 4));
-      if (rows_left < quad * 4 + 4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
+      if (rows_left <
+          quad * 4 +
+              4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           if (quad * 4 + r >= rows_left) a[r] = q[r] = k[r] = {0.f, 0.f};
@@ -216,7 +240,8 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&al
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[r] = {Ex2(a[r].x), Ex2(a[r].y)};
-      // Row by row; d[j] is k_j decayed to the current row. The sums fill two triangles: q_i k_j, i >= j, and k_i k_j, i > j.
+      // Row by row; d[j] is k_j decayed to the current row. The sums fill two triangles: q_i k_j, i
+      // >= j, and k_i k_j, i > j.
       float2 d[4], up = {1.f, 1.f};
       int next_q = 0, next_k = 10;
 #pragma unroll
@@ -240,10 +265,12 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&al
       for (int r = 0; r < 4; ++r) {
         Sts32(InRow(column, r) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
       }
-      StsF32x2(smem + C::kQuadTotals + ((warp * 2 + quad) * kHead + half * 64 + 2 * lane) * 4, up.x, up.y);
+      StsF32x2(smem + C::kQuadTotals + ((warp * 2 + quad) * kHead + half * 64 + 2 * lane) * 4, up.x,
+               up.y);
     }
     const float sum = WarpSum16(sums, lane);
-    if ((lane & 1) == 0) StsF32(smem + C::kSums + ((warp * 2 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
+    if ((lane & 1) == 0)
+      StsF32(smem + C::kSums + ((warp * 2 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
 #pragma unroll
     for (int i = 0; i < 8; ++i) g[i >> 2][i & 3] = all_g[1][i >> 2][i & 3];
   }
@@ -251,17 +278,20 @@ __device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&al
 
 __device__ __forceinline__ float2 Product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
 
-// Decays between quads, as operands, one row of `factors` each; decays beyond every 8 rows; the chunk's decay. A thread
-// takes a pair of channels; each pair of warps takes a kind.
+// Decays between quads, as operands, one row of `factors` each; decays beyond every 8 rows; the
+// chunk's decay. A thread takes a pair of channels; each pair of warps takes a kind.
 template <typename Operand>
 __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   using C = PrepareConfig;
   const int c = (tid & 63) * 2, kind = tid >> 6;
   const uint32_t column = smem + c * 4;
   auto total = [&](int quad) { return LdsF32x2(column + C::kQuadTotals + quad * kHead * 4); };
-  // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie side by side.
+  // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie
+  // side by side.
   const uint32_t place = smem + C::kFactors + (c & ~15) * 2 + (c >> 1 & 3) * 8 + (c >> 3 & 1) * 4;
-  auto store = [&](int row, float2 x) { Sts32(place + row * C::kFactorRow, Pack<Operand>(x.x, x.y)); };
+  auto store = [&](int row, float2 x) {
+    Sts32(place + row * C::kFactorRow, Pack<Operand>(x.x, x.y));
+  };
   auto store_across = [&](auto sub) {
     constexpr int I = decltype(sub)::value;
     float2 totals[4 * I], across = {1.f, 1.f};
@@ -312,16 +342,19 @@ __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   }
 }
 
-// Products of sub-block I with an earlier sub-block J: c[0] = q k, c[1] = k k, each 16x16 in two 16x8 accumulators.
+// Products of sub-block I with an earlier sub-block J: c[0] = q k, c[1] = k k, each 16x16 in two
+// 16x8 accumulators.
 template <typename Operand>
-__device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t smem, int I, int J, int lane) {
+__device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t smem, int I, int J,
+                                                 int lane) {
   using C = PrepareConfig;
   const int a_row = I * C::kSub + (lane & 15), a_piece = lane >> 4;
   const int b_row = J * C::kSub + (lane & 7) + (lane >> 4) * 8, b_piece = (lane >> 3) & 1;
   // Fragments hold rows g = lane / 4 and g + 8: quads g / 4 and 2 + g / 4.
   const int low = lane >> 4, high = 2 + low;
   const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
-  const uint32_t before_low = factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
+  const uint32_t before_low =
+      factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
   const uint32_t before_high = factors + (C::kBefore + 3 * (I - 1) + high - 1) * C::kFactorRow;
   const uint32_t across = factors + (C::kAcross + 2 * I * (I - 1) + 4 * J + low) * C::kFactorRow;
 #pragma unroll 4
@@ -331,10 +364,12 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
     Ldmatrix(q, smem + C::kQ + half + Swizzled(a_row, piece + a_piece));
     Ldmatrix(k, smem + C::kK + half + Swizzled(a_row, piece + a_piece));
     Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
-    const uint2 low_factor = Lds64(before_low + step * 32), high_factor = Lds64(before_high + step * 32);
+    const uint2 low_factor = Lds64(before_low + step * 32),
+                high_factor = Lds64(before_high + step * 32);
     const uint32_t before[4] = {low_factor.x, high_factor.x, low_factor.y, high_factor.y};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // rows g, g + 8, g, g + 8; channels 0-7, 0-7, 8-15, 8-15 of the step
+    for (int i = 0; i < 4;
+         ++i) {  // rows g, g + 8, g, g + 8; channels 0-7, 0-7, 8-15, 8-15 of the step
       q[i] = MulX2<Operand>(q[i], before[i]);
       k[i] = MulX2<Operand>(k[i], before[i]);
     }
@@ -352,17 +387,20 @@ __device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t s
   }
 }
 
-// Products within sub-block I, between its quads. `outer`: rows 8-15 x 0-7; `inner`: rows 4-7 x 0-3 and 12-15 x 8-11.
-// q and k are stacked: accumulators 0, 1 are q's, 2, 3 are k's.
+// Products within sub-block I, between its quads. `outer`: rows 8-15 x 0-7; `inner`: rows 4-7 x 0-3
+// and 12-15 x 8-11. q and k are stacked: accumulators 0, 1 are q's, 2, 3 are k's.
 template <typename Operand>
-__device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inner)[4], uint32_t smem, int I, int lane) {
+__device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inner)[4],
+                                                 uint32_t smem, int I, int lane) {
   using C = PrepareConfig;
-  const int r = lane & 7, pick = lane >> 3;  // this lane's row of which of the four 8x8 matrices it addresses
+  const int r = lane & 7,
+            pick = lane >> 3;  // this lane's row of which of the four 8x8 matrices it addresses
   const int start = I * C::kSub;
   const int inner_lower = start + 4 + r + (r & 4), inner_upper = start + r + (r & 4);
   const uint32_t a_tile = smem + (pick & 1 ? C::kK : C::kQ), a_piece = pick >> 1;
   const int b_row = pick < 2 ? start + r : inner_upper, b_piece = pick & 1;
-  const bool far = lane >= 16;  // fragment rows 4-7: for `outer`, quad 3 on the left, quad 1 on the right
+  const bool far =
+      lane >= 16;  // fragment rows 4-7: for `outer`, quad 3 on the left, quad 1 on the right
   const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
   const uint32_t left = factors + (far ? C::kTotals + 2 * I + 1 : C::kOne) * C::kFactorRow;
   const uint32_t right = factors + (far ? C::kOne : C::kTotals + 2 * I) * C::kFactorRow;
@@ -376,15 +414,17 @@ __device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inne
     const uint2 left_factor = Lds64(left + step * 32), right_factor = Lds64(right + step * 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], i < 2 ? left_factor.x : left_factor.y);
-    Mma<Operand>(outer, a, MulX2<Operand>(b[0], right_factor.x), MulX2<Operand>(b[1], right_factor.y));
+    Mma<Operand>(outer, a, MulX2<Operand>(b[0], right_factor.x),
+                 MulX2<Operand>(b[1], right_factor.y));
     Mma<Operand>(inner, a_inner, b[2], b[3]);
   }
 }
 
-// Quad operands -> chunk operands, in place, of this warp's two quads: q_decayed, k_decayed, k_restored.
+// Quad operands -> chunk operands, in place, of this warp's two quads: q_decayed, k_decayed,
+// k_restored.
 template <typename Operand>
-__device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&totals)[2][2], const uint2 (&beyond)[2], int warp,
-                                              int lane) {
+__device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&totals)[2][2],
+                                              const uint2 (&beyond)[2], int warp, int lane) {
   using C = PrepareConfig;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -413,8 +453,8 @@ __device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&to
   }
 }
 
-// (I + L)^-1 in place of the blocks of L, by the first four warps. Diagonal blocks by forward substitution, a lane a
-// column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows.
+// (I + L)^-1 in place of the blocks of L, by the first four warps. Diagonal blocks by forward
+// substitution, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows.
 __device__ __forceinline__ void InvertUnitLower(uint32_t smem, int warp, int lane) {
   using C = PrepareConfig;
   const uint32_t L = smem + C::kL, scratch = smem + C::kScratch + warp * C::kBlock;
@@ -458,7 +498,8 @@ __device__ __forceinline__ void InvertUnitLower(uint32_t smem, int warp, int lan
   StoreBlock(scratch, t, 1.f, lane);
   BarSync(1, 128);
   for (int m = 2; m <= I; ++m) {
-    BlockProduct(x, L + BlockOffset(I, m), smem + C::kScratch + ((m - 2) * 2 + J) * C::kBlock, lane);
+    BlockProduct(x, L + BlockOffset(I, m), smem + C::kScratch + ((m - 2) * 2 + J) * C::kBlock,
+                 lane);
   }
   StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
   BarSync(1, 128);
@@ -470,20 +511,25 @@ __device__ __forceinline__ uint32_t AqkAddress(uint32_t smem, int i, int j) {
   return smem + PrepareConfig::kAqk + Swizzled(i, j >> 3) + (j & 7) * 2;
 }
 __device__ __forceinline__ uint32_t LAddress(uint32_t smem, int i, int j) {
-  return smem + PrepareConfig::kL + BlockOffset(i >> 4, j >> 4) + (i & 15) * PrepareConfig::kBlockRow + (j & 15) * 4;
+  return smem + PrepareConfig::kL + BlockOffset(i >> 4, j >> 4) +
+         (i & 15) * PrepareConfig::kBlockRow + (j & 15) * 4;
 }
 
-// With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be anything and take bf16.
+// With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be
+// anything and take bf16.
 template <bool kL2Norm, typename G>
 __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 2)
-    ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-                          const __grid_constant__ ChunkFwdParams p, const __grid_constant__ Workspace ws) {
+    ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap k_map,
+                          const __grid_constant__ ChunkFwdParams p,
+                          const __grid_constant__ Workspace ws) {
   using C = PrepareConfig;
   using Operand = std::conditional_t<kL2Norm, Fp16, Bf16>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const uint32_t HV = static_cast<uint32_t>(p.HV), h = blockIdx.x, slot = blockIdx.z * gridDim.y + blockIdx.y;
+  const uint32_t HV = static_cast<uint32_t>(p.HV), h = blockIdx.x,
+                 slot = blockIdx.z * gridDim.y + blockIdx.y;
   if (slot >= ws.NT) return;
   const ChunkSlot chunk = FindChunk(p, ws, slot);
   if (chunk.valid == 0) return;
@@ -499,7 +545,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   GatePair<G> g[2][2][4];  // this lane's channels of this warp's rows: quad, half, row
   {
     const int64_t stride = int64_t{HV} * kHead;
-    const G* row = static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * kHead + 2 * lane;
+    const G* row =
+        static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * kHead + 2 * lane;
 #pragma unroll
     for (int r = 0; r < 8; ++r, row += stride) {
       g[r >> 2][0][r & 3] = g[r >> 2][1][r & 3] = {};
@@ -513,12 +560,14 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   uint32_t beta_bits = 0;
   if (tid < chunk.valid) {
     const int64_t at = int64_t{chunk.token + tid} * HV + h;
-    beta_bits = p.beta_dtype == DType::kF32 ? static_cast<const uint32_t*>(p.beta)[at] : static_cast<const uint16_t*>(p.beta)[at];
+    beta_bits = p.beta_dtype == DType::kF32 ? static_cast<const uint32_t*>(p.beta)[at]
+                                            : static_cast<const uint16_t*>(p.beta)[at];
   }
   __syncthreads();
   const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
   float dt_bias = 0.f;
-  if (tid < kHead && p.dt_bias != nullptr) dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * kHead + tid];
+  if (tid < kHead && p.dt_bias != nullptr)
+    dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * kHead + tid];
   MbarrierWait(smem + C::kBarrier, 0);
   if (kL2Norm) RowNorms(smem, warp, lane);
   if (tid < kChunk) {
@@ -544,7 +593,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     SubBlockProducts<Operand>(c, smem, I, warp - I * (I - 1) / 2, lane);
   } else {
 #pragma unroll
-    for (int d = 0; d < 2; ++d) DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
+    for (int d = 0; d < 2; ++d)
+      DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
   }
   tid = Opaque(tid), warp = tid >> 5, lane = tid & 31;
   uint2 beyond[2];        // decays before and after this warp's rows, by half,
@@ -555,7 +605,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     beyond[half] = Lds64(smem + C::kBeyond + warp * kHead * 4 + channel);
 #pragma unroll
     for (int quad = 0; quad < 2; ++quad) {
-      const float2 total = LdsF32x2(smem + C::kQuadTotals + (warp * 2 + quad) * kHead * 4 + channel);
+      const float2 total =
+          LdsF32x2(smem + C::kQuadTotals + (warp * 2 + quad) * kHead * 4 + channel);
       totals[quad][half] = Pack<Operand>(total.x, total.y);
     }
   }
@@ -573,7 +624,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
 
   const int row = lane >> 2, column = (lane & 3) * 2;
-  auto store = [&](int i, int j, float qk0, float qk1, float kk0, float kk1) {  // columns j and j + 1
+  auto store = [&](int i, int j, float qk0, float qk1, float kk0,
+                   float kk1) {  // columns j and j + 1
     const float beta = LdsF32(smem + C::kBeta + i * 4);
     Sts32(AqkAddress<Operand>(smem, i, j), Pack<Operand>(qk0, qk1));
     StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
@@ -584,8 +636,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        store(I * 16 + row + 8 * upper, J * 16 + n * 8 + column, c[0][n][2 * upper], c[0][n][2 * upper + 1],
-              c[1][n][2 * upper], c[1][n][2 * upper + 1]);
+        store(I * 16 + row + 8 * upper, J * 16 + n * 8 + column, c[0][n][2 * upper],
+              c[0][n][2 * upper + 1], c[1][n][2 * upper], c[1][n][2 * upper + 1]);
       }
     }
   } else {
@@ -594,13 +646,16 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
       const int start = ((warp - 6) * 2 + d) * 16;
       store(start + 8 + row, start + column, c[d][0][0], c[d][0][1], c[d][0][2], c[d][0][3]);
       if ((row < 4) == (column < 4)) {
-        store(start + 4 + row + (row & 4), start + column + (column & 4), c[d][1][0], c[d][1][1], c[d][1][2], c[d][1][3]);
+        store(start + 4 + row + (row & 4), start + column + (column & 4), c[d][1][0], c[d][1][1],
+              c[d][1][2], c[d][1][3]);
       }
     }
   }
   {  // within quads: a thread takes one of the 16 sums of one of the 16 quads
-    constexpr uint32_t kRows = 0xfe9ffa94, kColumns = 0x910e4910;  // of sum s in bits 2 s and 2 s + 1
-    const int s = tid & 15, i = (tid >> 4) * 4 + (kRows >> 2 * s & 3), j = (tid >> 4) * 4 + (kColumns >> 2 * s & 3);
+    constexpr uint32_t kRows = 0xfe9ffa94,
+                       kColumns = 0x910e4910;  // of sum s in bits 2 s and 2 s + 1
+    const int s = tid & 15, i = (tid >> 4) * 4 + (kRows >> 2 * s & 3),
+              j = (tid >> 4) * 4 + (kColumns >> 2 * s & 3);
     const float sum = LdsF32(smem + C::kSums + tid * 4);
     if (s < 10) {
       Sts16(AqkAddress<Operand>(smem, i, j), Pack<Operand>(sum, 0.f));
@@ -628,7 +683,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
       uint4 packed = {0, 0, 0, 0};
       if (j >> 4 <= i >> 4) {
         const uint32_t x = LAddress(smem, i, j), beta = smem + C::kBeta + j * 4;
-        const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta), b1 = LdsF32x4(beta + 16);
+        const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta),
+                     b1 = LdsF32x4(beta + 16);
         packed = {Pack<Operand>(x0.x * b0.x, x0.y * b0.y), Pack<Operand>(x0.z * b0.z, x0.w * b0.w),
                   Pack<Operand>(x1.x * b1.x, x1.y * b1.y), Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
       }

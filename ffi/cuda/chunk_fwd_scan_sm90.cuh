@@ -1,14 +1,17 @@
-// Scan: images of prepare, v, initial_state -> o, final_state. One block runs one sequence and value head, chunk by chunk:
+// Scan: images of prepare, v, initial_state -> o, final_state. One block runs one sequence and
+// value head, chunk by chunk:
 //
 //   r     = v - k_decayed S        v_new = A_inv r
 //   o     = scale (q_decayed S + Aqk v_new)
 //   S    <- diag(exp(G_last)) S + k_restored^T v_new
 //
-// All matrices are held transposed, so that S^T [V rows, K] stays in wgmma accumulators, 64 V rows a warpgroup, and what
-// was an accumulator becomes the next product's left operand in registers. S is fp32 from the first chunk to the last.
+// All matrices are held transposed, so that S^T [V rows, K] stays in wgmma accumulators, 64 V rows
+// a warpgroup, and what was an accumulator becomes the next product's left operand in registers. S
+// is fp32 from the first chunk to the last.
 //
-// Grid: x = (scan order, value head); y = V half when kWarpgroups is 1. Block: kWarpgroups state warpgroups and one that
-// loads. 231,040 bytes of shared memory: rings of 3 operand stages, 3 value tiles and 2 matrix stages.
+// Grid: x = (scan order, value head); y = V half when kWarpgroups is 1. Block: kWarpgroups state
+// warpgroups and one that loads. 231,040 bytes of shared memory: rings of 3 operand stages, 3 value
+// tiles and 2 matrix stages.
 #pragma once
 
 #include <cmath>
@@ -32,9 +35,12 @@ struct ScanConfig {
   static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
   static constexpr int kBarriers = kDecays + kOperandStages * kHead * 4;
   // full: the copy engine -> state warps; empty: state warps -> the loading thread
-  static constexpr int kOperandsFull = kBarriers, kOperandsEmpty = kOperandsFull + 8 * kOperandStages;
-  static constexpr int kValuesFull = kOperandsEmpty + 8 * kOperandStages, kValuesEmpty = kValuesFull + 8 * kValueStages;
-  static constexpr int kMatricesFull = kValuesEmpty + 8 * kValueStages, kMatricesEmpty = kMatricesFull + 8 * kMatrixStages;
+  static constexpr int kOperandsFull = kBarriers,
+                       kOperandsEmpty = kOperandsFull + 8 * kOperandStages;
+  static constexpr int kValuesFull = kOperandsEmpty + 8 * kOperandStages,
+                       kValuesEmpty = kValuesFull + 8 * kValueStages;
+  static constexpr int kMatricesFull = kValuesEmpty + 8 * kValueStages,
+                       kMatricesEmpty = kMatricesFull + 8 * kMatrixStages;
   static constexpr int kBytes = kMatricesEmpty + 8 * kMatrixStages;
   static_assert(kBytes <= 232448, "shared memory a block may ask for on sm_90");
 };
@@ -56,7 +62,8 @@ struct Sequence {
   int token, length, before, after, malformed;
   int64_t first_chunk, n;
 };
-__device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace& ws, int64_t rank) {
+__device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace& ws,
+                                        int64_t rank) {
   if (ws.sequences != nullptr) {
     const int n = ws.sequences[rank].order;
     const SequenceSlot s = ws.sequences[n];
@@ -66,10 +73,11 @@ __device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace
   return {token, T, token, token + T, 0, rank * ((T + kChunk - 1) / kChunk), rank};
 }
 
-// Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both divided by a power of
-// two, which is exact. `bound` is above the norm of every row of this warp's part of S, now and at the chunk's end: for
-// |k| <= 1 and decay <= 1 a row |s|^2 grows by at most v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2.
-// The power changes only when the scaled bound leaves [2^3, 2^14]: hardly ever.
+// Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both
+// divided by a power of two, which is exact. `bound` is above the norm of every row of this warp's
+// part of S, now and at the chunk's end: for |k| <= 1 and decay <= 1 a row |s|^2 grows by at most
+// v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2. The power changes only
+// when the scaled bound leaves [2^3, 2^14]: hardly ever.
 struct StateScale {
   float bound = 0.f;
   float down = 1.f, up = 1.f;
@@ -105,7 +113,8 @@ struct StateScale {
   __device__ void Rescale(float (&S)[64]) {
     const float scaled = bound * down;
     if (scaled <= 0x1p14f && (scaled >= 0x1p3f || bound == 0.f)) return;
-    const int exponent = min(max(static_cast<int>(__float_as_uint(bound) >> 23) - 127 - 13, -100), 114);
+    const int exponent =
+        min(max(static_cast<int>(__float_as_uint(bound) >> 23) - 127 - 13, -100), 114);
     const float new_down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
     const float factor = new_down * up;
 #pragma unroll
@@ -115,7 +124,8 @@ struct StateScale {
   }
 };
 
-// This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and the next, j = 0..15.
+// This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and the next, j =
+// 0..15.
 __device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
@@ -125,7 +135,8 @@ __device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_
       if (p.state_dtype == DType::kF32) {
         x = *reinterpret_cast<const float2*>(static_cast<const float*>(p.initial_state) + i);
       } else {
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(p.initial_state) + i);
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(
+            static_cast<const __nv_bfloat16*>(p.initial_state) + i);
         x = {Bf16Lo(pair), Bf16Hi(pair)};
       }
     }
@@ -133,7 +144,8 @@ __device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_
     S[2 * j + 1] = x.y;
   }
 }
-__device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwdParams& p, int64_t at) {
+__device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwdParams& p,
+                                  int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
@@ -141,23 +153,26 @@ __device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwd
     if (p.state_dtype == DType::kF32) {
       *reinterpret_cast<float2*>(static_cast<float*>(p.final_state) + i) = x;
     } else {
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.final_state) + i) = Pack<Bf16>(x.x, x.y);
+      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.final_state) + i) =
+          Pack<Bf16>(x.x, x.y);
     }
   }
 }
 
 // o of this warpgroup's 64 columns at tokens [first, last): zeros, or NaN.
-__device__ inline void FillOutput(const ChunkFwdParams& p, int first, int last, int h, int v_half, bool nan, int thread) {
+__device__ inline void FillOutput(const ChunkFwdParams& p, int first, int last, int h, int v_half,
+                                  bool nan, int thread) {
   const uint32_t pair = nan ? 0x7fc07fc0u : 0u;
   for (int token = first + (thread >> 3); token < last; token += 16) {
-    __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token} * p.HV + h) * kHead + v_half * 64 + (thread & 7) * 8;
+    __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token} * p.HV + h) * kHead +
+                       v_half * 64 + (thread & 7) * 8;
     *reinterpret_cast<uint4*>(o) = {pair, pair, pair, pair};
   }
 }
 
 template <typename Config>
-__device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkFwdParams& p, const Workspace& ws,
-                           const Sequence& s, int h, int first_half) {
+__device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkFwdParams& p,
+                           const Workspace& ws, const Sequence& s, int h, int first_half) {
   using C = Config;
   Ring<C::kOperandStages> operands;
   Ring<C::kValueStages> values;
@@ -167,24 +182,31 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
     {
       const uint32_t full = smem + C::kOperandsFull + 8 * operands.stage;
-      if (c >= C::kOperandStages) MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
+      if (c >= C::kOperandStages)
+        MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
       MbarrierExpectTx(full, C::kOperandBytes + kHead * 4);
-      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes, full);
-      BulkLoad(smem + C::kDecays + operands.stage * kHead * 4, image + image::kDecay, kHead * 4, full);
+      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes,
+               full);
+      BulkLoad(smem + C::kDecays + operands.stage * kHead * 4, image + image::kDecay, kHead * 4,
+               full);
       operands.Advance();
     }
     {
       const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
-      if (c >= C::kValueStages) MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
+      if (c >= C::kValueStages)
+        MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
       MbarrierExpectTx(full, C::kWarpgroups * kHalfTile);
-      TmaLoad(smem + C::kValues + values.stage * kTile, v_map, full, h, s.token + c * kChunk, first_half);
+      TmaLoad(smem + C::kValues + values.stage * kTile, v_map, full, h, s.token + c * kChunk,
+              first_half);
       values.Advance();
     }
     {
       const uint32_t full = smem + C::kMatricesFull + 8 * matrices.stage;
-      if (c >= C::kMatrixStages) MbarrierWait(smem + C::kMatricesEmpty + 8 * matrices.stage, matrices.parity ^ 1);
+      if (c >= C::kMatrixStages)
+        MbarrierWait(smem + C::kMatricesEmpty + 8 * matrices.stage, matrices.parity ^ 1);
       MbarrierExpectTx(full, C::kMatrixBytes);
-      BulkLoad(smem + C::kMatrices + matrices.stage * C::kMatrixBytes, image + image::kAInv, C::kMatrixBytes, full);
+      BulkLoad(smem + C::kMatrices + matrices.stage * C::kMatrixBytes, image + image::kAInv,
+               C::kMatrixBytes, full);
       matrices.Advance();
     }
   }
@@ -192,19 +214,22 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
 
 // The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
 template <typename Operand, typename Config>
-__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkFwdParams& p, const Sequence& s, int h, int v_half,
-                           int warpgroup) {
+__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkFwdParams& p,
+                           const Sequence& s, int h, int v_half, int warpgroup) {
   using C = Config;
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
-  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
+            t = lane & 3;
   const int64_t state_at = ((s.n * p.HV + h) * kHead + v_half * 64 + warp * 16 + g) * kHead + 2 * t;
   float S[64];
   LoadState(S, p, state_at);
   StateScale state_scale;
   if (kScaled) state_scale.ReadState(S);
 
-  // v^T fragments: matrices (tokens 0-7, V 0-7), (0-7, V 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16 tokens and this warp's V.
-  const uint32_t fragment = Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
+  // v^T fragments: matrices (tokens 0-7, V 0-7), (0-7, V 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16
+  // tokens and this warp's V.
+  const uint32_t fragment =
+      Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
   const int tile_half = (C::kWarpgroups == 1 ? 0 : v_half) * kHalfTile;
   Ring<C::kOperandStages> operands;
   Ring<C::kValueStages> values;
@@ -221,7 +246,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
 #pragma unroll
     for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
-    if (valid < kChunk) {  // tokens of another sequence, or none: selected away, since they may hold NaN
+    if (valid <
+        kChunk) {  // tokens of another sequence, or none: selected away, since they may hold NaN
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int column = (i >> 1) * 8 + 2 * t;
@@ -239,29 +265,37 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     uint32_t a[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-    if (kScaled) {  // what S is, not what it might have grown to: the bound follows a state that shrinks
+    if (kScaled) {  // what S is, not what it might have grown to: the bound follows a state that
+                    // shrinks
       state_scale.ReadState(a);
       state_scale.bound += growth;
     }
     MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const float2 decay = LdsF32x2(smem + C::kDecays + operands.stage * kHead * 4 + (8 * j + 2 * t) * 4);
+      const float2 decay =
+          LdsF32x2(smem + C::kDecays + operands.stage * kHead * 4 + (8 * j + 2 * t) * 4);
       S[4 * j] *= decay.x;
       S[4 * j + 1] *= decay.y;
       S[4 * j + 2] *= decay.x;
       S[4 * j + 3] *= decay.y;
     }
-    // A step of 16 channels is 32 bytes further, 4 steps are a half tile; descriptors count in 16 bytes.
+    // A step of 16 channels is 32 bytes further, 4 steps are a half tile; descriptors count in 16
+    // bytes.
     const uint64_t q_decayed = WgmmaDescriptor(operand, 16), k_decayed = q_decayed + (kTile >> 4);
     WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2, i > 0);
+    for (int i = 0; i < 8; ++i)
+      Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2,
+                          i > 0);
     WgmmaCommit();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2, i > 0);
+    for (int i = 0; i < 8; ++i)
+      Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2,
+                          i > 0);
     WgmmaCommit();
-    if (thread == 0 && stored_stage >= 0) {  // the last chunk's output has been read: its tile can be loaded again
+    if (thread == 0 &&
+        stored_stage >= 0) {  // the last chunk's output has been read: its tile can be loaded again
       BulkWaitRead();
       MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
     }
@@ -270,7 +304,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     WgmmaWait<1>();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]), fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
+      u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]),
+                           fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
     }
     const uint64_t A_inv = WgmmaDescriptor(matrix, 16), Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
     const uint64_t k_restored = WgmmaDescriptor(operand + 2 * kTile, kHalfTile);
@@ -286,7 +321,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
     WgmmaCommit();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Wgmma64x128Trans<Operand>(S, &u[4 * i], k_restored + i * (16 * 128 >> 4));
+    for (int i = 0; i < 4; ++i)
+      Wgmma64x128Trans<Operand>(S, &u[4 * i], k_restored + i * (16 * 128 >> 4));
     WgmmaCommit();
     WgmmaWait<1>();
 
@@ -295,7 +331,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     for (int j = 0; j < 4; ++j) {
       uint32_t o[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
+      for (int i = 0; i < 4; ++i)
+        o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
       StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
     }
     FenceProxyAsync();
@@ -307,7 +344,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
       }
     } else {  // the rows after `valid` are not ours to write
       for (int row = thread >> 3; row < valid; row += 16) {
-        __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+        __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
+                           (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
         *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(value + Swizzled(row, thread & 7));
       }
     }
@@ -333,8 +371,10 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
 
 template <typename Operand, int kWarpgroups>
 __global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
-    ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,
-                       const __grid_constant__ ChunkFwdParams p, const __grid_constant__ Workspace ws) {
+    ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map,
+                       const __grid_constant__ CUtensorMap o_map,
+                       const __grid_constant__ ChunkFwdParams p,
+                       const __grid_constant__ Workspace ws) {
   using C = ScanConfig<kWarpgroups>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
@@ -358,7 +398,8 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
     FenceMbarrierInit();
   }
   __syncthreads();
-  // Two state warpgroups: 2 x 128 x 232 + 128 x 40 registers are the 384 x 168 of the launch. One has 255 as it is.
+  // Two state warpgroups: 2 x 128 x 232 + 128 x 40 registers are the 384 x 168 of the launch. One
+  // has 255 as it is.
   if (warpgroup < kWarpgroups) {
     if constexpr (kWarpgroups == 2) SetMaxNRegInc<232>();
     const int v_half = first_half + warpgroup;

@@ -13,23 +13,29 @@ namespace {
 
 using sm90::kHead;
 
-// Below this many sequences times heads, V is split over two blocks: twice as many SMs, each with half the products.
+// Below this many sequences times heads, V is split over two blocks: twice as many SMs, each with
+// half the products.
 constexpr int64_t kSplitChains = 48;
 
-// [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function comes through the
-// runtime, so that nothing links libcuda.
-ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64_t heads, int halves) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+// [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function
+// comes through the runtime, so that nothing links libcuda.
+ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64_t heads,
+                       int halves) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found;
-  RETURN_IF_ERROR(CudaError(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found),
-      "cudaGetDriverEntryPointByVersion"));
-  if (encode == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "the CUDA driver has no cuTensorMapEncodeTiled");
+  RETURN_IF_ERROR(CudaError(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
+                                                             12000, cudaEnableDefault, &found),
+                            "cudaGetDriverEntryPointByVersion"));
+  if (encode == nullptr)
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      "the CUDA driver has no cuTensorMapEncodeTiled");
   const cuuint64_t row = static_cast<cuuint64_t>(heads) * kHead * 2;
-  const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens), 2};
+  const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
+                              2};
   const cuuint64_t strides[] = {kHead * 2, row, 128};
   const cuuint32_t box[] = {64, 1, kChunk, static_cast<cuuint32_t>(halves)}, steps[] = {1, 1, 1, 1};
   const CUresult status = reinterpret_cast<Encode>(encode)(
@@ -37,16 +43,18 @@ ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    return ffi::Error::Internal("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(static_cast<int>(status)));
+    return ffi::Error::Internal("cuTensorMapEncodeTiled failed with CUresult " +
+                                std::to_string(static_cast<int>(status)));
   }
   return ffi::Error::Success();
 }
 
 template <typename... Params, typename... Args>
-ffi::Error Launch(const char* name, void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-                  const Args&... args) {
-  RETURN_IF_ERROR(
-      CudaError(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name));
+ffi::Error Launch(const char* name, void (*kernel)(Params...), dim3 grid, int threads,
+                  int shared_bytes, cudaStream_t stream, const Args&... args) {
+  RETURN_IF_ERROR(CudaError(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      name));
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
@@ -60,13 +68,14 @@ ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cud
   CUtensorMap q_map, k_map;
   RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, 2));
   RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, 2));
-  const auto kernel = p.g_dtype == DType::kF32 ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
-                                               : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
+  const auto kernel = p.g_dtype == DType::kF32
+                          ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
+                          : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
   using Config = sm90::PrepareConfig;
   // The y and z axes of a grid end at 65,535.
   const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
-  return Launch("ChunkFwdPrepareKernel", kernel, dim3(p.HV, y, z), Config::kThreads, Config::kBytes, stream, q_map, k_map,
-                p, ws);
+  return Launch("ChunkFwdPrepareKernel", kernel, dim3(p.HV, y, z), Config::kThreads, Config::kBytes,
+                stream, q_map, k_map, p, ws);
 }
 
 template <typename Operand, int kWarpgroups>
@@ -78,14 +87,16 @@ ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaSt
   }
   using Config = sm90::ScanConfig<kWarpgroups>;
   return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
-                dim3(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1), Config::kThreads, Config::kBytes, stream, v_map, o_map, p, ws);
+                dim3(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1), Config::kThreads, Config::kBytes,
+                stream, v_map, o_map, p, ws);
 }
 
 template <bool kL2Norm>
 ffi::Error LaunchKernels(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
-  return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream) : LaunchScan<Operand, 2>(p, ws, stream);
+  return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream)
+                                          : LaunchScan<Operand, 2>(p, ws, stream);
 }
 
 }  // namespace
@@ -101,9 +112,11 @@ ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream) {
   ws.NT = sm90::ChunkSlots(p.B, p.T, p.M, packed);
   ws.images = p.workspace;
   if (packed) {
-    ws.sequences = reinterpret_cast<sm90::SequenceSlot*>(p.workspace + ws.NT * p.HV * sm90::image::kBytes);
+    ws.sequences =
+        reinterpret_cast<sm90::SequenceSlot*>(p.workspace + ws.NT * p.HV * sm90::image::kBytes);
     ws.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.sequences + p.B * p.M);
-    RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel, dim3(1), sm90::kPlanThreads, 0, stream, p, ws));
+    RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel, dim3(1),
+                           sm90::kPlanThreads, 0, stream, p, ws));
   }
   return p.l2norm ? LaunchKernels<true>(p, ws, stream) : LaunchKernels<false>(p, ws, stream);
 }

@@ -1,10 +1,12 @@
-// What the three kernels of the Hopper forward share: tile constants, the image of a chunk, the workspace.
+// What the three kernels of the Hopper forward share: tile constants, the image of a chunk, the
+// workspace.
 //
 //   plan     (packed rows only)  offsets -> which tokens each chunk and each sequence has
-//   prepare  (chunk, value head) q k g beta -> the chunk's image: everything that does not need the state
-//   scan     (sequence, value head) images, v, initial_state -> o, final_state
+//   prepare  (chunk, value head) q k g beta -> the chunk's image: everything that does not need the
+//   state scan     (sequence, value head) images, v, initial_state -> o, final_state
 //
-// The sums of decays, the products and the inverse are derived in docs/math.md, the schedule and the floors in docs/kernels.md.
+// The sums of decays, the products and the inverse are derived in docs/math.md, the schedule and
+// the floors in docs/kernels.md.
 #pragma once
 
 #include <cstdint>
@@ -14,34 +16,38 @@
 
 namespace jax_kda::sm90 {
 
-inline constexpr int kHead = 128;                 // K = V
-inline constexpr int kTile = kChunk * kHead * 2;  // bytes of a 64 x 128 tile of 16-bit numbers, in two 64-column halves
+inline constexpr int kHead = 128;  // K = V
+inline constexpr int kTile =
+    kChunk * kHead * 2;  // bytes of a 64 x 128 tile of 16-bit numbers, in two 64-column halves
 inline constexpr int kHalfTile = kTile / 2;
 inline constexpr int kMatrix = kChunk * kChunk * 2;  // bytes of a 64 x 64 matrix of 16-bit numbers
 
-// The image of one chunk and head in the workspace. Tiles and matrices are stored as the tensor cores read them from
-// shared memory: rows of 128 bytes, the 16-byte piece p of row r at p ^ (r % 8).
+// The image of one chunk and head in the workspace. Tiles and matrices are stored as the tensor
+// cores read them from shared memory: rows of 128 bytes, the 16-byte piece p of row r at p ^ (r %
+// 8).
 namespace image {
-inline constexpr int kQDecayed = 0;              // [64, K]   q exp(G)
-inline constexpr int kKDecayed = kTile;          // [64, K]   k exp(G)
-inline constexpr int kKRestored = 2 * kTile;     // [64, K]   k exp(G_last - G)
-inline constexpr int kAInv = 3 * kTile;          // [64, 64]  (I + diag(beta) Akk)^-1 diag(beta)
-inline constexpr int kAqk = kAInv + kMatrix;     // [64, 64]  q_i k_j exp(G_i - G_j), i >= j
-inline constexpr int kDecay = kAqk + kMatrix;    // [K] fp32  exp(G_last)
+inline constexpr int kQDecayed = 0;            // [64, K]   q exp(G)
+inline constexpr int kKDecayed = kTile;        // [64, K]   k exp(G)
+inline constexpr int kKRestored = 2 * kTile;   // [64, K]   k exp(G_last - G)
+inline constexpr int kAInv = 3 * kTile;        // [64, 64]  (I + diag(beta) Akk)^-1 diag(beta)
+inline constexpr int kAqk = kAInv + kMatrix;   // [64, 64]  q_i k_j exp(G_i - G_j), i >= j
+inline constexpr int kDecay = kAqk + kMatrix;  // [K] fp32  exp(G_last)
 inline constexpr int kBytes = kDecay + kHead * 4;
 }  // namespace image
 static_assert(image::kBytes % 16 == 0, "bulk copies move 16 bytes");
 static_assert(image::kBytes <= 72 * 1024);
 
-// One chunk: `valid` tokens from global token `token` (0 <= token < B T); valid = 0: no chunk in this slot.
+// One chunk: `valid` tokens from global token `token` (0 <= token < B T); valid = 0: no chunk in
+// this slot.
 struct ChunkSlot {
   int32_t token;
   int32_t valid;
   int32_t row;
   int32_t unused;
 };
-// One sequence: tokens [token, token + length), its chunks from slot `first_chunk`, its state `n`. It also owns the
-// tokens of no sequence in [before, token) and [token + length, after), which get o = 0 (NaN in a malformed row).
+// One sequence: tokens [token, token + length), its chunks from slot `first_chunk`, its state `n`.
+// It also owns the tokens of no sequence in [before, token) and [token + length, after), which get
+// o = 0 (NaN in a malformed row).
 struct SequenceSlot {
   int32_t token;
   int32_t length;
@@ -68,21 +74,28 @@ __host__ __device__ inline int64_t ChunkSlots(int64_t B, int64_t T, int64_t M, b
 
 inline int64_t WorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed) {
   const int64_t NT = ChunkSlots(B, T, M, packed);
-  const int64_t plan = packed ? NT * int64_t{sizeof(ChunkSlot)} + B * M * int64_t{sizeof(SequenceSlot)} : 0;
+  const int64_t plan =
+      packed ? NT * int64_t{sizeof(ChunkSlot)} + B * M * int64_t{sizeof(SequenceSlot)} : 0;
   return NT * HV * image::kBytes + plan + 256;
 }
 
 __device__ inline ChunkSlot FindChunk(const ChunkFwdParams& p, const Workspace& ws, uint32_t slot) {
   if (ws.chunks != nullptr) return ws.chunks[slot];
   const uint32_t T = static_cast<uint32_t>(p.T), chunks_per_row = (T + kChunk - 1) / kChunk;
-  const uint32_t row = p.B == 1 ? 0 : slot / chunks_per_row, first = (slot - row * chunks_per_row) * kChunk;
-  return {static_cast<int32_t>(row * T + first), static_cast<int32_t>(min(uint32_t{kChunk}, T - first)),
-          static_cast<int32_t>(row), 0};
+  const uint32_t row = p.B == 1 ? 0 : slot / chunks_per_row,
+                 first = (slot - row * chunks_per_row) * kChunk;
+  return {static_cast<int32_t>(row * T + first),
+          static_cast<int32_t>(min(uint32_t{kChunk}, T - first)), static_cast<int32_t>(row), 0};
 }
 
 // The 16-byte piece `piece` (0..7) of row `row` in a swizzled tile or matrix.
-__device__ __forceinline__ uint32_t Swizzled(uint32_t row, uint32_t piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
-// The same place as `at`, but `row` rows further: at most 7, from a row that is 0 modulo a power of two above `row`.
-__device__ __forceinline__ uint32_t InRow(uint32_t at, uint32_t row) { return (at ^ (row << 4)) + row * 128; }
+__device__ __forceinline__ uint32_t Swizzled(uint32_t row, uint32_t piece) {
+  return row * 128 + ((piece ^ (row & 7)) << 4);
+}
+// The same place as `at`, but `row` rows further: at most 7, from a row that is 0 modulo a power of
+// two above `row`.
+__device__ __forceinline__ uint32_t InRow(uint32_t at, uint32_t row) {
+  return (at ^ (row << 4)) + row * 128;
+}
 
 }  // namespace jax_kda::sm90

@@ -18,29 +18,39 @@ ffi::Error Unimplemented(const Words&... words) {
 
 ffi::Error CheckSupported(const ChunkFwdParams& p) {
   if (p.K != 128 || p.V != 128) {
-    return Unimplemented("the CUDA kernel needs head sizes K = V = 128; got K = ", p.K, ", V = ", p.V);
+    return Unimplemented("the CUDA kernel needs head sizes K = V = 128; got K = ", p.K,
+                         ", V = ", p.V);
   }
-  if (p.dtype != DType::kBF16) return Unimplemented("the CUDA kernel needs `q`, `k` and `v` of dtype bfloat16; got float32");
+  if (p.dtype != DType::kBF16)
+    return Unimplemented("the CUDA kernel needs `q`, `k` and `v` of dtype bfloat16; got float32");
   if (p.B * p.T > INT32_MAX || p.B * p.M > INT32_MAX) {
-    return Unimplemented("the CUDA kernel needs fewer than 2^31 tokens and sequences; got ", p.B * p.T, " and ", p.B * p.M);
+    return Unimplemented("the CUDA kernel needs fewer than 2^31 tokens and sequences; got ",
+                         p.B * p.T, " and ", p.B * p.M);
   }
   int device = 0, major = 0, minor = 0;
   RETURN_IF_ERROR(CudaError(cudaGetDevice(&device), "cudaGetDevice"));
-  RETURN_IF_ERROR(CudaError(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute"));
-  RETURN_IF_ERROR(CudaError(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute"));
+  RETURN_IF_ERROR(
+      CudaError(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                "cudaDeviceGetAttribute"));
+  RETURN_IF_ERROR(
+      CudaError(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+                "cudaDeviceGetAttribute"));
   if (major != 9 || minor != 0) {
-    return Unimplemented("the CUDA kernel needs a GPU of compute capability 9.0 (H100, H200); got ", major, ".", minor);
+    return Unimplemented("the CUDA kernel needs a GPU of compute capability 9.0 (H100, H200); got ",
+                         major, ".", minor);
   }
   return ffi::Error::Success();
 }
 
-ffi::Error ChunkFwdImpl(cudaStream_t stream, ChunkFwdAttrs attrs, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error ChunkFwdImpl(cudaStream_t stream, ChunkFwdAttrs attrs, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets) {
   ffi::ErrorOr<ChunkFwdParams> p = MakeChunkFwdParams(attrs, args, rets, Workspace::kLastResult);
   RETURN_IF_ERROR(p);
   RETURN_IF_ERROR(CheckSupported(*p));
   const int64_t bytes = ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr);
   if (p->workspace_bytes < bytes) {
-    return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ", p->workspace_bytes);
+    return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
+                          p->workspace_bytes);
   }
   return LaunchChunkFwdSm90(*p, stream);
 }
@@ -51,7 +61,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, ChunkFwdImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Attrs<ChunkFwdAttrs>()
-                                  .RemainingArgs()   // q k v g beta [A_log] [dt_bias] [offsets] [initial_state] [out] [final_state]
+                                  .RemainingArgs()   // q k v g beta [A_log] [dt_bias] [offsets]
+                                                     // [initial_state] [out] [final_state]
                                   .RemainingRets(),  // o [final_state] workspace
                               {ffi::Traits::kCmdBufferCompatible});
 

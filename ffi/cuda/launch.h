@@ -1,4 +1,5 @@
-// What the handlers call: one launcher an op and architecture. Host only; no kernel is visible here.
+// What the handlers call: one launcher an op and architecture. Host only; no kernel is visible
+// here.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +14,15 @@ namespace jax_kda {
 
 inline ffi::Error CudaError(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorName(status) + ": " +
+                              cudaGetErrorString(status));
 }
 
 // Bytes of ChunkFwdParams::workspace for K = V = 128.
 int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed);
 
-// Enqueues the forward on `stream`: K = V = 128, q k v bf16, B T < 2^31. Neither allocates nor synchronises.
+// Enqueues the forward on `stream`: K = V = 128, q k v bf16, B T < 2^31. Neither allocates nor
+// synchronises.
 ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream);
 
 }  // namespace jax_kda

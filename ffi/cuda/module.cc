@@ -1,4 +1,5 @@
-// Python module `_cuda`: hands out the handlers and what Python must know about them. Imports without a GPU or a driver.
+// Python module `_cuda`: hands out the handlers and what Python must know about them. Imports
+// without a GPU or a driver.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -18,6 +19,6 @@ NB_MODULE(_cuda, m) {
     return handlers;
   });
   m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
-  m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"), nb::arg("HV"), nb::arg("M"),
-        nb::arg("packed"));
+  m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
+        nb::arg("HV"), nb::arg("M"), nb::arg("packed"));
 }
