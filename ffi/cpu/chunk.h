@@ -2,8 +2,8 @@
 // not need the state, `Scan` moves one strip of the state's V columns over the chunk. Strips are
 // independent of each other.
 //
-//   prepare:  q_decayed = scale q exp(G)    k_decayed = beta k exp(G)    k_restored = k exp(G_last
-//   - G)
+//   prepare:  q_decayed = scale q exp(G)      k_decayed = beta k exp(G)
+//             k_restored = k exp(G_last - G)
 //             Aqk = tril(scale q k^T exp(G_i - G_j))    Akk = tril(beta_i k k^T exp(G_i - G_j), -1)
 //   scan:     v_new = (I + Akk)^-1 (beta v - k_decayed S)
 //             o = q_decayed S + Aqk v_new,    S <- diag(exp(G_last)) S + k_restored^T v_new
@@ -12,11 +12,12 @@
 // substitution costs the same as the product with its inverse and is backward stable. S is held
 // K-first, [K, strip], the way the products read it.
 //
+// Useful matrix FLOPs, what benchmarks count: 6 C K V + 2 C (C + 1) (K + V) + C^3 / 3.
+//
 // Every exponent is at most 0, whatever the gate. A chunk is cut into sub-blocks of R = 8 tokens
 // and g is summed from the sub-block's start. Pairs in one sub-block multiply the decays between
-// them; for pairs of sub-blocks J < I,
-//     exp(G_i - G_j) = exp(G_i - Gs(I)) exp(Gs(I) - Ge(J)) exp(Ge(J) - G_j)      (s, e: start and
-//     end)
+// them; for pairs of sub-blocks J < I, with s and e for start and end,
+//     exp(G_i - G_j) = exp(G_i - Gs(I)) exp(Gs(I) - Ge(J)) exp(Ge(J) - G_j)
 // and nothing is ever divided by a decay. Entries above the diagonal are garbage and never read, so
 // no token sees a later one, not even as NaN.
 #pragma once
@@ -85,7 +86,7 @@ struct PrepareScratch {
   float* qk_up;        // [2 R, Kp]  q, then beta k, each times exp(G - Gs(I))
   float* k_down;       // [Kp, C]  k exp(Gs(I) - G) of the sub-blocks before I, transposed
   float* block_total;  // [kBlocks, Kp]  sum of g over each sub-block
-  float* before;       // [Kp]  sum of g over the sub-blocks before I, then over those after it
+  float* before;       // [Kp]  sum of g over the sub-blocks before I
 
   static int64_t Size(int64_t Kp) { return (6 * R + kChunk + kBlocks + 1) * Kp; }
 

@@ -19,7 +19,8 @@
 
 namespace jax_kda::cpu {
 
-const ChunkKernel kChunkAvx2 = MakeKernel<Isa<8, 4>>("avx2");
+// constexpr: no code of this file runs before the choice.
+constexpr ChunkKernel kChunkAvx2 = MakeKernel<Isa<8, 4>>("avx2");
 
 }  // namespace jax_kda::cpu
 

@@ -20,7 +20,8 @@
 
 namespace jax_kda::cpu {
 
-const ChunkKernel kChunkAvx512 = MakeKernel<Isa<16, 8>>("avx512");
+// constexpr: no code of this file runs before the choice.
+constexpr ChunkKernel kChunkAvx512 = MakeKernel<Isa<16, 8>>("avx512");
 
 }  // namespace jax_kda::cpu
 

@@ -3,6 +3,6 @@
 
 namespace jax_kda::cpu {
 
-const ChunkKernel kChunkBaseline = MakeKernel<Isa<4, 4>>("baseline");
+constexpr ChunkKernel kChunkBaseline = MakeKernel<Isa<4, 4>>("baseline");
 
 }  // namespace jax_kda::cpu

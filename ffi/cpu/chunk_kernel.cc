@@ -1,4 +1,6 @@
-// Which of the compiled kernels this machine runs.
+// Which of the compiled kernels this machine runs. Not `target_clones`: the register tile has to
+// follow the instruction set, GCC splits vectors of an inlined function before it clones, and
+// clones need ifuncs, which musl and macOS lack.
 #include "ffi/cpu/chunk_kernel.h"
 
 namespace jax_kda::cpu {

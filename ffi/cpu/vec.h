@@ -1,8 +1,9 @@
 // A fixed-width float vector in the compiler's own vector extension, and the elementary functions
 // of the gates on it.
 //
-// Everything here is inlined into functions that carry a `target` attribute (chunk_kernel.cc), so
-// one text becomes SSE2, AVX2 and AVX-512 code.
+// This header, tile.h and chunk.h are compiled once for each instruction set: chunk_baseline.cc,
+// chunk_avx2.cc and chunk_avx512.cc. Their unnamed namespaces keep the copies apart; of functions
+// with linkage the linker would keep one, for any of the sets.
 #pragma once
 
 #include <cstdint>
