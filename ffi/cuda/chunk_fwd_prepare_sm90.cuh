@@ -1,14 +1,15 @@
 // Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh).
 //
 // Decays are products of a_i = exp(g_i) <= 1, never exp of a positive number, so any gate works:
-// underflow to 0 is the right answer, -inf is a reset. They are local first and extended by factors
-// that are themselves products:
-//   quad       4 rows:  q_up = q a_s..a_i, k_up = k a_s..a_i (s: the quad's first row), k_down = k
-//   a_{i+1}..a_e (e: its last) sub-block 16 rows: `before` = decay from the sub-block's start to
-//   the quad, `after` = from the quad to its end chunk     64 rows
-// A pair of rows (i, j), i > j, in different quads costs  q_up_i (decay between the quads)
-// k_down_j: tensor cores, with the decay between folded into the fragments. Pairs within a quad are
-// summed in fp32 while the quad is in registers.
+// underflow to 0 is the right answer, -inf is a reset. Operands are decayed over their own quad of
+// 4 rows first (s: the quad's first row, e: its last),
+//
+//   q_up_i = q_i a_s .. a_i      k_up_i = k_i a_s .. a_i      k_down_j = k_j a_j+1 .. a_e
+//
+// and a pair of rows i > j of different quads is  q_up_i (decay between the quads) k_down_j: tensor
+// cores, with the decay between, a factor per quad and channel, multiplied onto the fragments.
+// Pairs within a quad are summed in fp32 while the quad is in registers. What the scan wants, the
+// decay from the chunk's start or to its end, is one more factor per quad and channel.
 //
 // Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w
 // to 8 w + 7 (two quads) and a lane 2 channels of each half, so all decays live in one lane. Three
@@ -18,6 +19,7 @@
 #include <type_traits>
 
 #include "chunk_fwd_sm90.cuh"
+#include "unit_lower_inverse_sm90.cuh"
 
 namespace jax_kda::sm90 {
 
@@ -28,23 +30,20 @@ struct PrepareConfig {
   static constexpr int kSub = 16;       // rows of a sub-block
   static constexpr int kQuad = 4;       // rows of a quad
   static constexpr int kQuadSums = 16;  // products within a quad: 10 of q (i >= j), 6 of k (i > j)
-  static constexpr int kFactorRow =
-      kHead * 2 + 32;  // bytes; the 32 put the rows of two quads on different banks
+  // Bytes of a row of factors; the 32 put the rows of two quads on different banks.
+  static constexpr int kFactorRow = kHead * 2 + 32;
   // Rows of factors: 1, `before` of quads 1-3 of sub-blocks 1-3, decay from each earlier quad to
   // sub-blocks 1-3, totals of quads 1 and 2 of every sub-block.
   static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24,
                        kFactorRows = kTotals + 8;
-  static constexpr int kBlockRow =
-      20 * 4;  // bytes of a row of a 16x16 fp32 block, padded against conflicts
-  static constexpr int kBlock = kSub * kBlockRow;
 
   // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L and of its inverse; quad
   // totals, then Aqk; quad sums, then scratch of the inverse; the gate's bias, then the chunk's
   // decay; q_decayed, then A_inv.
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile;
   static constexpr int kL = 3 * kTile, kFactors = kL;
-  static constexpr int kQuadTotals = kL + 10 * kBlock,
-                       kAqk = kQuadTotals;                      // [16, K] fp32; [64, 64]
+  static constexpr int kQuadTotals = kL + 10 * kBlock;          // [16, K] fp32
+  static constexpr int kAqk = kQuadTotals;                      // [64, 64]
   static constexpr int kScratch = kAqk + kMatrix;               // [4] blocks
   static constexpr int kSums = kScratch;                        // [16 quads, 16] fp32
   static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;  // [8, K] fp32, log2, of 8 rows
@@ -60,10 +59,6 @@ struct PrepareConfig {
   static_assert(3 * (kBytes + 1024) <= 228 * 1024,
                 "three blocks an SM, each with 1 KB of the system's");
 };
-
-__device__ __forceinline__ uint32_t BlockOffset(int I, int J) {
-  return (I * (I + 1) / 2 + J) * PrepareConfig::kBlock;
-}
 
 template <typename G>
 struct GatePair;  // two neighbouring channels of g
@@ -132,34 +127,6 @@ __device__ __forceinline__ float WarpSum16(float (&s)[16], int lane) {
   HalveSums<2>(s, lane);
   HalveSums<1>(s, lane);
   return s[0] + __shfl_xor_sync(~0u, s[0], 1);
-}
-
-// c (16x16, in two 16x8 accumulators) += a b, fp32 blocks of shared memory in TF32.
-__device__ __forceinline__ void BlockProduct(float (&c)[2][4], uint32_t a, uint32_t b, int lane) {
-  constexpr int kRow = PrepareConfig::kBlockRow;
-  const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    const uint32_t left = a + g * kRow + (step * 8 + t) * 4;
-    const uint32_t fragment[4] = {CvtTf32(LdsF32(left)), CvtTf32(LdsF32(left + 8 * kRow)),
-                                  CvtTf32(LdsF32(left + 16)),
-                                  CvtTf32(LdsF32(left + 8 * kRow + 16))};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const uint32_t right = b + (step * 8 + t) * kRow + (n * 8 + g) * 4;
-      MmaTf32(c[n], fragment, CvtTf32(LdsF32(right)), CvtTf32(LdsF32(right + 4 * kRow)));
-    }
-  }
-}
-__device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4], float sign,
-                                           int lane) {
-  constexpr int kRow = PrepareConfig::kBlockRow;
-  const uint32_t a = block + (lane >> 2) * kRow + (lane & 3) * 8;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    StsF32x2(a + n * 32, sign * c[n][0], sign * c[n][1]);
-    StsF32x2(a + 8 * kRow + n * 32, sign * c[n][2], sign * c[n][3]);
-  }
 }
 
 // 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand
@@ -342,6 +309,9 @@ __device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
   }
 }
 
+// Warp w < 6 takes the products of the w-th pair of sub-blocks (I, J), I > J, row by row.
+__device__ __forceinline__ int SubBlockRow(int warp) { return warp >= 3 ? 3 : warp >= 1 ? 2 : 1; }
+
 // Products of sub-block I with an earlier sub-block J: c[0] = q k, c[1] = k k, each 16x16 in two
 // 16x8 accumulators.
 template <typename Operand>
@@ -453,66 +423,82 @@ __device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&to
   }
 }
 
-// (I + L)^-1 in place of the blocks of L, by the first four warps. Diagonal blocks by forward
-// substitution, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows.
-__device__ __forceinline__ void InvertUnitLower(uint32_t smem, int warp, int lane) {
-  using C = PrepareConfig;
-  const uint32_t L = smem + C::kL, scratch = smem + C::kScratch + warp * C::kBlock;
-  {
-    const uint32_t block = L + BlockOffset(warp, warp);
-    const int j = lane & 15;
-    float x[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float sum[4] = {i == j ? 1.f : 0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int m = 0; m < i; m += 4) {
-        const float4 l = LdsF32x4(block + i * C::kBlockRow + m * 4);
-        sum[0] = fmaf(-l.x, x[m], sum[0]);
-        if (m + 1 < i) sum[1] = fmaf(-l.y, x[m + 1], sum[1]);
-        if (m + 2 < i) sum[2] = fmaf(-l.z, x[m + 2], sum[2]);
-        if (m + 3 < i) sum[3] = fmaf(-l.w, x[m + 3], sum[3]);
-      }
-      x[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    }
-    __syncwarp();
-    if (lane < 16) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) StsF32(block + i * C::kBlockRow + j * 4, x[i]);
-    }
-  }
-  BarSync(1, 128);
-  if (warp < 2) {
-    const int J = 2 * warp, I = J + 1;
-    float t[2][4] = {}, x[2][4] = {};
-    BlockProduct(t, L + BlockOffset(I, J), L + BlockOffset(J, J), lane);
-    StoreBlock(scratch, t, 1.f, lane);
-    __syncwarp();
-    BlockProduct(x, L + BlockOffset(I, I), scratch, lane);
-    StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
-  }
-  BarSync(1, 128);
-  const int I = 2 + (warp >> 1), J = warp & 1;
-  float t[2][4] = {}, x[2][4] = {};
-  for (int m = J; m < 2; ++m) BlockProduct(t, L + BlockOffset(I, m), L + BlockOffset(m, J), lane);
-  StoreBlock(scratch, t, 1.f, lane);
-  BarSync(1, 128);
-  for (int m = 2; m <= I; ++m) {
-    BlockProduct(x, L + BlockOffset(I, m), smem + C::kScratch + ((m - 2) * 2 + J) * C::kBlock,
-                 lane);
-  }
-  StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
-  BarSync(1, 128);
-}
-
 // Aqk entry and L entry (i, j), i >= j, from the products q_i k_j and k_i k_j.
 template <typename Operand>
 __device__ __forceinline__ uint32_t AqkAddress(uint32_t smem, int i, int j) {
   return smem + PrepareConfig::kAqk + Swizzled(i, j >> 3) + (j & 7) * 2;
 }
 __device__ __forceinline__ uint32_t LAddress(uint32_t smem, int i, int j) {
-  return smem + PrepareConfig::kL + BlockOffset(i >> 4, j >> 4) +
-         (i & 15) * PrepareConfig::kBlockRow + (j & 15) * 4;
+  return smem + PrepareConfig::kL + BlockOffset(i >> 4, j >> 4) + (i & 15) * kBlockRow +
+         (j & 15) * 4;
+}
+
+// The products in registers and the sums within quads -> Aqk, and L = diag(beta) Akk for the
+// inverse.
+template <typename Operand>
+__device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_t smem, int tid,
+                                              int warp, int lane) {
+  using C = PrepareConfig;
+  const int row = lane >> 2, column = (lane & 3) * 2;
+  // Row i, columns j and j + 1.
+  auto store = [&](int i, int j, float qk0, float qk1, float kk0, float kk1) {
+    const float beta = LdsF32(smem + C::kBeta + i * 4);
+    Sts32(AqkAddress<Operand>(smem, i, j), Pack<Operand>(qk0, qk1));
+    StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
+  };
+  if (warp < 6) {
+    const int I = SubBlockRow(warp), J = warp - I * (I - 1) / 2;
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        store(I * 16 + row + 8 * upper, J * 16 + n * 8 + column, c[0][n][2 * upper],
+              c[0][n][2 * upper + 1], c[1][n][2 * upper], c[1][n][2 * upper + 1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      const int start = ((warp - 6) * 2 + d) * 16;
+      store(start + 8 + row, start + column, c[d][0][0], c[d][0][1], c[d][0][2], c[d][0][3]);
+      if ((row < 4) == (column < 4)) {
+        store(start + 4 + row + (row & 4), start + column + (column & 4), c[d][1][0], c[d][1][1],
+              c[d][1][2], c[d][1][3]);
+      }
+    }
+  }
+  {  // within quads: a thread takes one of the 16 sums of one of the 16 quads
+    constexpr uint32_t kRows = 0xfe9ffa94, kColumns = 0x910e4910;  // of sum s: bits 2 s, 2 s + 1
+    const int s = tid & 15, quad = tid >> 4;
+    const int i = quad * 4 + (kRows >> 2 * s & 3), j = quad * 4 + (kColumns >> 2 * s & 3);
+    const float sum = LdsF32(smem + C::kSums + tid * 4);
+    if (s < 10) {
+      Sts16(AqkAddress<Operand>(smem, i, j), Pack<Operand>(sum, 0.f));
+    } else {
+      StsF32(LAddress(smem, i, j), LdsF32(smem + C::kBeta + i * 4) * sum);
+    }
+  }
+}
+
+// The inverse in fp32 blocks -> A_inv, with beta in its columns, in the place of q_decayed. A
+// thread takes half a row.
+template <typename Operand>
+__device__ __forceinline__ void PackInverse(uint32_t smem, int tid) {
+  using C = PrepareConfig;
+  const int i = tid >> 1;
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    const int piece = (tid & 1) * 4 + u, j = piece * 8;
+    uint4 packed = {0, 0, 0, 0};
+    if (j >> 4 <= i >> 4) {
+      const uint32_t x = LAddress(smem, i, j), beta = smem + C::kBeta + j * 4;
+      const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta),
+                   b1 = LdsF32x4(beta + 16);
+      packed = {Pack<Operand>(x0.x * b0.x, x0.y * b0.y), Pack<Operand>(x0.z * b0.z, x0.w * b0.w),
+                Pack<Operand>(x1.x * b1.x, x1.y * b1.y), Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
+    }
+    Sts128(smem + C::kQ + Swizzled(i, piece), packed);
+  }
 }
 
 // With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be
@@ -566,8 +552,9 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   __syncthreads();
   const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
   float dt_bias = 0.f;
-  if (tid < kHead && p.dt_bias != nullptr)
+  if (tid < kHead && p.dt_bias != nullptr) {
     dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * kHead + tid];
+  }
   MbarrierWait(smem + C::kBarrier, 0);
   if (kL2Norm) RowNorms(smem, warp, lane);
   if (tid < kChunk) {
@@ -586,15 +573,15 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   __syncthreads();
 
   // Warps 0-5: one pair of sub-blocks each; warps 6 and 7: two diagonal sub-blocks each.
-  auto sub_block_row = [](int pair) { return pair >= 3 ? 3 : pair >= 1 ? 2 : 1; };
   float c[2][2][4] = {};
   if (warp < 6) {
-    const int I = sub_block_row(warp);
+    const int I = SubBlockRow(warp);
     SubBlockProducts<Operand>(c, smem, I, warp - I * (I - 1) / 2, lane);
   } else {
 #pragma unroll
-    for (int d = 0; d < 2; ++d)
+    for (int d = 0; d < 2; ++d) {
       DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
+    }
   }
   tid = Opaque(tid), warp = tid >> 5, lane = tid & 31;
   uint2 beyond[2];        // decays before and after this warp's rows, by half,
@@ -623,46 +610,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     BulkCommit();
   }
 
-  const int row = lane >> 2, column = (lane & 3) * 2;
-  auto store = [&](int i, int j, float qk0, float qk1, float kk0,
-                   float kk1) {  // columns j and j + 1
-    const float beta = LdsF32(smem + C::kBeta + i * 4);
-    Sts32(AqkAddress<Operand>(smem, i, j), Pack<Operand>(qk0, qk1));
-    StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
-  };
-  if (warp < 6) {
-    const int I = sub_block_row(warp), J = warp - I * (I - 1) / 2;
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        store(I * 16 + row + 8 * upper, J * 16 + n * 8 + column, c[0][n][2 * upper],
-              c[0][n][2 * upper + 1], c[1][n][2 * upper], c[1][n][2 * upper + 1]);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int d = 0; d < 2; ++d) {
-      const int start = ((warp - 6) * 2 + d) * 16;
-      store(start + 8 + row, start + column, c[d][0][0], c[d][0][1], c[d][0][2], c[d][0][3]);
-      if ((row < 4) == (column < 4)) {
-        store(start + 4 + row + (row & 4), start + column + (column & 4), c[d][1][0], c[d][1][1],
-              c[d][1][2], c[d][1][3]);
-      }
-    }
-  }
-  {  // within quads: a thread takes one of the 16 sums of one of the 16 quads
-    constexpr uint32_t kRows = 0xfe9ffa94,
-                       kColumns = 0x910e4910;  // of sum s in bits 2 s and 2 s + 1
-    const int s = tid & 15, i = (tid >> 4) * 4 + (kRows >> 2 * s & 3),
-              j = (tid >> 4) * 4 + (kColumns >> 2 * s & 3);
-    const float sum = LdsF32(smem + C::kSums + tid * 4);
-    if (s < 10) {
-      Sts16(AqkAddress<Operand>(smem, i, j), Pack<Operand>(sum, 0.f));
-    } else {
-      StsF32(LAddress(smem, i, j), LdsF32(smem + C::kBeta + i * 4) * sum);
-    }
-  }
+  StoreProducts<Operand>(c, smem, tid, warp, lane);
   FenceProxyAsync();
   __syncthreads();
   if (tid == 128) {
@@ -672,25 +620,10 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
   if (warp >= 4) return;
 
-  InvertUnitLower(smem, warp, lane);
+  InvertUnitLower(smem + C::kL, smem + C::kScratch, warp, lane);
   if (tid == 0) BulkWaitRead();  // q_decayed has left: A_inv takes its place
   BarSync(1, 128);
-  {
-    const int i = tid >> 1;
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      const int piece = (tid & 1) * 4 + u, j = piece * 8;
-      uint4 packed = {0, 0, 0, 0};
-      if (j >> 4 <= i >> 4) {
-        const uint32_t x = LAddress(smem, i, j), beta = smem + C::kBeta + j * 4;
-        const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta),
-                     b1 = LdsF32x4(beta + 16);
-        packed = {Pack<Operand>(x0.x * b0.x, x0.y * b0.y), Pack<Operand>(x0.z * b0.z, x0.w * b0.w),
-                  Pack<Operand>(x1.x * b1.x, x1.y * b1.y), Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
-      }
-      Sts128(smem + C::kQ + Swizzled(i, piece), packed);
-    }
-  }
+  PackInverse<Operand>(smem, tid);
   FenceProxyAsync();
   BarSync(1, 128);
   if (tid == 0) {
