@@ -1,17 +1,14 @@
-"""Kimi Delta Attention in plain JAX: the definition every kernel is judged by, and the op where no
-kernel runs.
+"""Kimi Delta Attention in plain JAX: what every kernel is judged by, and what runs where none does.
 
-Per sequence and value head, with a state S of shape [V, K] that starts from `initial_state` (or
-zeros):
+Per sequence and value head, with a state S of shape [V, K] that begins as `initial_state` or zeros:
 
-    S <- S diag(exp(g_t))                        decay every key channel
-    S <- S + beta_t (v_t - S k_t) k_tᵀ           correct what the decayed state recalls for k_t
-    o_t = scale S q_t                            read the updated state
+    S <- S diag(exp(g_t))                 every key channel decays
+    S <- S + beta_t (v_t - S k_t) k_tᵀ    what the decayed state recalls for k_t is corrected
+    o_t = scale S q_t                     the updated state is read
 
 This is equation 1 of Kimi Linear (arXiv:2510.26692). `token` below is these three lines; all else
-brings the arguments to that form. It accumulates in float32, or in float64 when an input is
-float64, and is differentiable to
-any order in either mode: nothing here has a custom rule.
+brings the arguments to that form. Sums are in float32, or in float64 when an input is float64.
+Nothing here has a custom derivative, so all orders and both modes work.
 """
 
 import functools
@@ -134,6 +131,7 @@ def chunk_fwd(
     *rows, T, _, K = q.shape
     HV, V = v.shape[-2:]
     dtype = _accumulator(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    o_dtype = v.dtype
     state_dtype = dtype if initial_state is None else initial_state.dtype
 
     def activate(tokens, A_log, dt_bias):
@@ -148,53 +146,55 @@ def chunk_fwd(
             g = _log_decay(g, A_log, dt_bias, lower_bound, dtype)
         if beta_mode != "probability":
             beta = jax.nn.sigmoid(beta) * (2.0 if beta_mode == "two_sigmoid" else 1.0)
-        return q, k, v, g, beta
+        return q, k, v, jnp.exp(g), beta
 
-    def row(tokens, A_log, dt_bias, spans, S0):
-        packed = spans is not None
+    def scan(S, chunks, A_log, dt_bias, keep_states):
+        """The last state; o [NT, C, HV, V]; if kept, the state after each chunk [NT, HV, V, K]."""
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def chunk(S, xs):
             tokens, inside, first, S_first = xs
-            if packed:
+            if first is not None:
                 S = jnp.where(first, 0.0 if S_first is None else S_first.astype(dtype), S)
-            q, k, v, g, beta = activate(tokens, A_log, dt_bias)
-            decay = jnp.where(inside[:, None, None], jnp.exp(g), 1.0)  # none outside the sequence
+            q, k, v, decay, beta = activate(tokens, A_log, dt_bias)
+            decay = jnp.where(inside[:, None, None], decay, 1.0)  # k = 0 writes nothing there
             S, o = jax.lax.scan(token, S, (q, k, v, decay, beta))
-            return S, (o.astype(v_dtype), S if packed and output_final_state else None)
+            return S, (o.astype(o_dtype), S if keep_states else None)
 
-        S = jnp.zeros((HV, V, K), dtype) if packed or S0 is None else S0[0].astype(dtype)
-        S = _varying_like(S, (tokens, A_log, dt_bias, spans, S0))
-        if not packed:
-            S, (o, _) = jax.lax.scan(chunk, S, (*_split(tokens, T), None, None))
-            o = o.reshape(-1, HV, V)[:T]
-            return o, S[None].astype(state_dtype) if output_final_state else None
-        if T == 0:  # nothing to take chunks from
-            untouched = jnp.zeros((M, HV, V, K), state_dtype) if S0 is None else S0
-            return tokens[2], untouched if output_final_state else None
+        S, (o, states) = jax.lax.scan(chunk, _varying_like(S, (chunks, A_log, dt_bias)), chunks)
+        return S, o, states
 
-        chunks = _chunk_table(spans, T)
-        tokens = jax.tree.map(lambda x: _take(x, chunks.token), tokens)
-        S_first = None if S0 is None else _take(S0, chunks.sequence)
-        _, (o, S) = jax.lax.scan(chunk, S, (tokens, chunks.inside, chunks.first, S_first))
-        o = _take(o.reshape(-1, HV, V), chunks.place)
-        if not output_final_state:
+    def whole_row(tokens, A_log, dt_bias, spans, S0):
+        S = jnp.zeros((HV, V, K), dtype) if S0 is None else S0[0].astype(dtype)
+        S, o, _ = scan(S, (*_split(tokens, T), None, None), A_log, dt_bias, keep_states=False)
+        return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype)
+
+    def packed_row(tokens, A_log, dt_bias, spans, S0):
+        untouched = jnp.zeros((M, HV, V, K), state_dtype) if S0 is None else S0
+        if T == 0:  # there is nothing to take chunks from
+            return tokens[2], untouched
+        table = _chunk_table(spans, T)
+        tokens = jax.tree.map(lambda x: _take(x, table.token), tokens)
+        S_first = None if S0 is None else _take(S0, table.sequence)
+        chunks = tokens, table.inside, table.first, S_first
+        S = jnp.zeros((HV, V, K), dtype)
+        _, o, states = scan(S, chunks, A_log, dt_bias, keep_states=output_final_state)
+        o = _take(o.reshape(-1, HV, V), table.place)
+        if states is None:
             return o, None
-        untouched = 0.0 if S0 is None else S0
-        S = _take(S, chunks.last).astype(state_dtype)
-        return o, jnp.where(chunks.empty[:, None, None, None], untouched, S)
+        states = _take(states, table.last).astype(state_dtype)
+        return o, jnp.where(table.empty[:, None, None, None], untouched, states)
 
-    v_dtype = v.dtype
+    row = whole_row if offsets is None else packed_row
     spans, malformed = (None, None) if offsets is None else _spans(offsets, rows, T)
     M = 1 if spans is None else spans.shape[-2]
     S0 = None if initial_state is None else initial_state.reshape(*rows, M, HV, V, K)
-    in_axes = (0, _row_axis(A_log, 1), _row_axis(dt_bias, 2), 0, 0)
     for _ in rows:
-        row = jax.vmap(row, in_axes)
+        row = jax.vmap(row, in_axes=(0, _row_axis(A_log, 1), _row_axis(dt_bias, 2), 0, 0))
     o, S = row((q, k, v, g, beta), A_log, dt_bias, spans, S0)
     if malformed is not None:
         o, S = jax.tree.map(lambda x: _where_rows(malformed, jnp.nan, x), (o, S))
-    if S is None:
+    if S is None or not output_final_state:
         return o, None
     if initial_state is None:
         return o, S.reshape(*rows[:-1], rows[-1] * M, HV, V, K)
@@ -237,13 +237,12 @@ def _split(tokens, T):
     C = CHUNK  # the only choice for a symbolic T
     if isinstance(T, int):
         C = -(-T // max(NT, 1))
-    tokens = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, NT * C - T)] + [(0, 0)] * (x.ndim - 1)).reshape(
-            NT, C, *x.shape[1:]
-        ),
-        tokens,
-    )
-    return tokens, (jnp.arange(NT * C) < T).reshape(NT, C)
+
+    def split(x):
+        padding = [(0, NT * C - T), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(x, padding).reshape(NT, C, *x.shape[1:])
+
+    return jax.tree.map(split, tokens), split(jnp.ones(T, bool))
 
 
 class _Chunks(NamedTuple):
@@ -330,5 +329,5 @@ def _accumulator(*arrays):
 def _varying_like(x, arrays):
     """x, varying over the mesh axes that the arrays vary over: shard_map wants it of a carry."""
     for a in jax.tree.leaves(arrays):
-        x = jnp.where(jnp.any(a[:0] != 0), 0.0, x)  # `any` of nothing is False
+        x = jnp.where(jnp.any(a[:0].astype(bool)), 0.0, x)  # `any` of nothing is False
     return x
