@@ -1,7 +1,9 @@
-// The contract between the host checks (check.h) and the kernels: one call, as sizes, flags and raw pointers.
+// The contract between the host checks (check.h) and the kernels: one call, as sizes, flags and
+// raw pointers.
 //
-// XLA buffers are dense and row-major, so shapes are all the layout there is. Leading batch axes (vmap prepends
-// them) are collapsed into B. Names are those of the mathematics: docs/math.md and jax_kda/reference.py.
+// XLA buffers are dense and row-major, so shapes are all the layout there is. Leading batch axes
+// (vmap prepends them) are collapsed into B. Names are those of the mathematics: docs/math.md and
+// jax_kda/reference.py.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +37,7 @@ struct ChunkFwdParams {
   int64_t HV;  // value heads, a multiple of H; value head i reads query/key head i / (HV / H)
   int64_t K;   // key head size
   int64_t V;   // value head size
-  int64_t M;   // sequences a row; 1 when rows are not packed. There are N = B M sequences and states.
+  int64_t M;   // sequences a row, 1 when rows are not packed; there are N = B M states
 
   float scale;
   float lower_bound;  // used by Gate::kLowerBound
@@ -48,24 +50,27 @@ struct ChunkFwdParams {
   DType beta_dtype;   // of beta
   DType state_dtype;  // of initial_state and final_state
 
-  const void* q;          // [B, T, H, K]
-  const void* k;          // [B, T, H, K]
-  const void* v;          // [B, T, HV, V]
-  const void* g;          // [B, T, HV, K]
-  const void* beta;       // [B, T, HV]
-  const float* A_log;     // [HV] or [B, HV]; nullptr: zeros
-  const float* dt_bias;   // [HV, K] or [B, HV, K]; nullptr: zeros
-  int64_t A_log_stride;   // elements from one row of tokens to the next; 0 when shared
-  int64_t dt_bias_stride; // elements from one row of tokens to the next; 0 when shared
+  const void* q;           // [B, T, H, K]
+  const void* k;           // [B, T, H, K]
+  const void* v;           // [B, T, HV, V]
+  const void* g;           // [B, T, HV, K]
+  const void* beta;        // [B, T, HV]
+  const float* A_log;      // [HV] or [B, HV]; nullptr: zeros
+  const float* dt_bias;    // [HV, K] or [B, HV, K]; nullptr: zeros
+  int64_t A_log_stride;    // elements from one row of tokens to the next; 0 when shared
+  int64_t dt_bias_stride;  // elements from one row of tokens to the next; 0 when shared
 
-  // Where sequences lie in a row. nullptr: every row is one sequence. Values live on the device and are not trusted.
-  //   offsets_step 1: [B, M + 1], sequence m is [offsets[m], offsets[m + 1]), offsets[0] = 0   (cu_seqlens)
-  //   offsets_step 2: [B, M, 2],  sequence m is [offsets[2 m], offsets[2 m + 1]), gaps allowed (segment_ids)
+  // Where sequences lie in a row. nullptr: every row is one sequence. Values live on the device and
+  // are not trusted. Sequence m is, by offsets_step,
+  //
+  //   1: [B, M + 1]  [offsets[m], offsets[m + 1]), offsets[0] = 0        (cu_seqlens)
+  //   2: [B, M, 2]   [offsets[2 m], offsets[2 m + 1]), gaps are allowed  (segment_ids)
+  //
   // Tokens outside every sequence get o = 0.
   const int32_t* offsets;
   int64_t offsets_step;
 
-  const void* initial_state;  // [N, HV, V, K]; nullptr: zeros. May or may not be final_state's memory.
+  const void* initial_state;  // [N, HV, V, K]; nullptr: zeros. Can be final_state.
   void* o;                    // [B, T, HV, V]
   void* final_state;          // [N, HV, V, K]; nullptr: not wanted
   std::byte* workspace;       // CUDA: ChunkFwdWorkspaceBytes(...); CPU: nullptr
