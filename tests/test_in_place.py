@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_kda
 
@@ -171,6 +173,47 @@ def test_gradient_reads_the_state_from_before():
     results = jax.jit(gradient(chunk_kda), donate_argnums=1)(x, jnp.copy(state))
     assert_same([results[0][1]], [final_state])
     assert_same(jax.tree.leaves(results[1]), jax.tree.leaves((dx, dstate)), 1e-4)
+
+
+def test_buffers_of_a_batched_call():
+    x, state = make()
+    y, other = make(1)
+    gate = {name: x[name] for name in ("A_log", "dt_bias")}
+    expected = jax.tree.map(lambda *a: np.stack(a), reference(x, state), reference(y | gate, other))
+    stack = lambda *trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
+    arguments = stack((x, state, *buffers(x, state)), (y, other, *buffers(y, other)))
+    arguments[0].update(gate)
+    axes = {name: None if name in gate else 0 for name in x}
+    f = jax.jit(jax.vmap(with_buffers, (axes, 0, 0, 0)), donate_argnums=(2, 3))
+    assert_in_place(f.lower(*arguments).compile(), *arguments[2:])
+    before = pointers(*arguments[2:])
+    results = f(*arguments)
+    assert pointers(*results) == before
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_buffers_on_a_mesh(axis_type):
+    x, state = make()
+    devices = jax.local_devices(backend="cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(axis_type,) * 2, devices=devices)
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    specs = dict.fromkeys(x, ("rows", None, "heads")) | dict.fromkeys(
+        ("A_log", "dt_bias"), ("heads",)
+    )
+    sharded = {name: put(a, *specs[name]) for name, a in x.items()}
+    state = put(state, "rows", "heads")
+    out, final_state = buffers(sharded, state)
+    f = jax.jit(with_buffers, donate_argnums=(2, 3))
+    with jax.set_mesh(mesh):
+        compiled = f.lower(sharded, state, out, final_state).compile()
+        assert_in_place(
+            compiled, *(s.data for a in (out, final_state) for s in a.addressable_shards[:1])
+        )
+        before = [s.data.unsafe_buffer_pointer() for s in out.addressable_shards]
+        o, final_state = f(sharded, state, out, final_state)
+    assert [s.data.unsafe_buffer_pointer() for s in o.addressable_shards] == before
+    assert_same((o, final_state), reference(x, state))
 
 
 @pytest.mark.parametrize("how", ["constant", "empty", "transposed", "sliced", "computed"])
