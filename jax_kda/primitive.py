@@ -206,15 +206,16 @@ def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]
 
 def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The kernel or the reference, whichever runs on the platform this is lowered for."""
-    cpu, cuda = (functools.partial(_ffi_call, sig, platform) for platform in ("cpu", "cuda"))
-    if sig.config.implementation == "ffi":
-        return jax.lax.platform_dependent(*operands, cpu=cpu, cuda=cuda)
     x = sig.named(operands)
+    kernels = {
+        platform: functools.partial(_ffi_call, sig, platform) for platform in ("cpu", "cuda")
+    }
+    if sig.config.implementation == "ffi":
+        return jax.lax.platform_dependent(*operands, **kernels)
+    if _cuda is None or not cuda_supports(x["q"].dtype, x["q"].shape[-1], x["v"].shape[-1]):
+        del kernels["cuda"]
     plain = lambda *operands: _reference(sig, sig.named(operands))
-    runs = _cuda is not None and cuda_supports(x["q"].dtype, x["q"].shape[-1], x["v"].shape[-1])
-    return jax.lax.platform_dependent(
-        *operands, cpu=cpu, cuda=cuda if runs else plain, default=plain
-    )
+    return jax.lax.platform_dependent(*operands, default=plain, **kernels)
 
 
 # ---- Sharding -----------------------------------------------------------------------------------
