@@ -95,7 +95,7 @@ def head_inputs(case: Case, head: int) -> dict[str, np.ndarray]:
         beta, A_log, dt_bias = normal(*tokens) - 3, np.float32(0), np.zeros(case.K, np.float32)
     else:
         g = normal(*tokens, case.K)
-        beta, A_log = normal(*tokens), rng.random(dtype=np.float32)
+        beta, A_log = normal(*tokens), np.float32(rng.random())
         dt_bias = rng.random(case.K, np.float32)
     return {
         "q": q,

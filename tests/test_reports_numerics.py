@@ -289,7 +289,9 @@ def test_delta_rule_recalls_every_value_when_nothing_decays(platform: Platform):
     o, _ = run(platform, x, scale=1.0, **NORMED)
     early, late = (rms_ratio(o[:, t], x["v"][:, t]) for t in (slice(64), slice(2048 - 64, 2048)))
     assert max(early, late) <= (1e-4 if platform is CPU_F32 else 1e-2)
-    assert late <= 2 * early + 1e-6
+    # Below the rounding of o (2**-9 for bfloat16), an error only says how many values round back.
+    rounding = 1e-6 if platform is CPU_F32 else 2**-9 / 3**0.5
+    assert late <= 2 * max(early, rounding)
 
 
 def test_small_decays_add_up(platform: Platform):

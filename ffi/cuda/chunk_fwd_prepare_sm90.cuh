@@ -516,6 +516,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const uint32_t HV = static_cast<uint32_t>(p.HV), h = blockIdx.x,
                  slot = blockIdx.z * gridDim.y + blockIdx.y;
+  GriddepcontrolLaunchDependents();  // the scan sets itself up while the last blocks work
   if (slot >= ws.NT) return;
   const ChunkSlot chunk = FindChunk(p, ws, slot);
   if (chunk.valid == 0) return;

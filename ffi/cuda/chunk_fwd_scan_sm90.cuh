@@ -178,6 +178,8 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
   Ring<C::kValueStages> values;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
+  // Images are all that the scan has from prepare; what else it reads was there before prepare.
+  GriddepcontrolWait();
   for (int c = 0; c < NT; ++c) {
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
     {

@@ -49,17 +49,29 @@ ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64
   return ffi::Error::Success();
 }
 
+struct Shape {
+  dim3 grid;
+  int threads;
+  int shared_bytes;
+  bool early = false;  // may start before the kernel ahead ends: it waits by itself
+};
+
 template <typename... Params, typename... Args>
-ffi::Error Launch(const char* name, void (*kernel)(Params...), dim3 grid, int threads,
-                  int shared_bytes, cudaStream_t stream, const Args&... args) {
+ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shape,
+                  cudaStream_t stream, const Args&... args) {
   RETURN_IF_ERROR(CudaError(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
       name));
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = shape.early ? 1 : 0;
   return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
@@ -74,21 +86,22 @@ ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cud
   using Config = sm90::PrepareConfig;
   // The y and z axes of a grid end at 65,535.
   const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
-  return Launch("ChunkFwdPrepareKernel", kernel, dim3(p.HV, y, z), Config::kThreads, Config::kBytes,
-                stream, q_map, k_map, p, ws);
+  return Launch("ChunkFwdPrepareKernel", kernel,
+                {dim3(p.HV, y, z), Config::kThreads, Config::kBytes}, stream, q_map, k_map, p, ws);
 }
 
 template <typename Operand, int kWarpgroups>
 ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  const bool prepared = p.B * p.T > 0;
   CUtensorMap v_map = {}, o_map = {};  // never used when there is no token
-  if (p.B * p.T > 0) {
+  if (prepared) {
     RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kWarpgroups));
     RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, 1));
   }
   using Config = sm90::ScanConfig<kWarpgroups>;
+  const dim3 grid(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1);
   return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
-                dim3(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1), Config::kThreads, Config::kBytes,
-                stream, v_map, o_map, p, ws);
+                {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, o_map, p, ws);
 }
 
 template <bool kL2Norm>
@@ -115,8 +128,8 @@ ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream) {
     ws.sequences =
         reinterpret_cast<sm90::SequenceSlot*>(p.workspace + ws.NT * p.HV * sm90::image::kBytes);
     ws.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.sequences + p.B * p.M);
-    RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel, dim3(1),
-                           sm90::kPlanThreads, 0, stream, p, ws));
+    RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel,
+                           {dim3(1), sm90::kPlanThreads, 0}, stream, p, ws));
   }
   return p.l2norm ? LaunchKernels<true>(p, ws, stream) : LaunchKernels<false>(p, ws, stream);
 }

@@ -192,6 +192,15 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void BarSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The next kernel of the stream, if launched for it, may start where blocks of this one leave room,
+// once all of them have said so.
+__device__ __forceinline__ void GriddepcontrolLaunchDependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the kernel before has ended and its writes are visible.
+__device__ __forceinline__ void GriddepcontrolWait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 // Makes this thread's shared-memory stores visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
