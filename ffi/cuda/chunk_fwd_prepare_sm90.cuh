@@ -37,11 +37,11 @@ struct PrepareConfig {
   static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24,
                        kFactorRows = kTotals + 8;
 
-  // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L and of its inverse; quad
-  // totals, then Aqk; quad sums, then scratch of the inverse; the gate's bias, then the chunk's
-  // decay; q_decayed, then A_inv.
+  // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L, of its inverse, and A_inv;
+  // quad totals, then Aqk; quad sums, then scratch of the inverse; the gate's bias, then the
+  // chunk's decay.
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile;
-  static constexpr int kL = 3 * kTile, kFactors = kL;
+  static constexpr int kL = 3 * kTile, kFactors = kL, kAInv = kL;
   static constexpr int kQuadTotals = kL + 10 * kBlock;          // [16, K] fp32
   static constexpr int kAqk = kQuadTotals;                      // [64, 64]
   static constexpr int kScratch = kAqk + kMatrix;               // [4] blocks
@@ -480,25 +480,29 @@ __device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_
   }
 }
 
-// The inverse in fp32 blocks -> A_inv, with beta in its columns, in the place of q_decayed. A
+// The inverse in fp32 blocks -> A_inv, with beta in its columns, in their place; by four warps. A
 // thread takes half a row.
 template <typename Operand>
 __device__ __forceinline__ void PackInverse(uint32_t smem, int tid) {
   using C = PrepareConfig;
-  const int i = tid >> 1;
+  const int i = tid >> 1, first_piece = (tid & 1) * 4;
+  uint4 packed[4];
 #pragma unroll
   for (int u = 0; u < 4; ++u) {
-    const int piece = (tid & 1) * 4 + u, j = piece * 8;
-    uint4 packed = {0, 0, 0, 0};
+    const int j = (first_piece + u) * 8;
+    packed[u] = {0, 0, 0, 0};
     if (j >> 4 <= i >> 4) {
       const uint32_t x = LAddress(smem, i, j), beta = smem + C::kBeta + j * 4;
       const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta),
                    b1 = LdsF32x4(beta + 16);
-      packed = {Pack<Operand>(x0.x * b0.x, x0.y * b0.y), Pack<Operand>(x0.z * b0.z, x0.w * b0.w),
-                Pack<Operand>(x1.x * b1.x, x1.y * b1.y), Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
+      packed[u] = {Pack<Operand>(x0.x * b0.x, x0.y * b0.y), Pack<Operand>(x0.z * b0.z, x0.w * b0.w),
+                   Pack<Operand>(x1.x * b1.x, x1.y * b1.y),
+                   Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
     }
-    Sts128(smem + C::kQ + Swizzled(i, piece), packed);
   }
+  BarSync(1, 128);
+#pragma unroll
+  for (int u = 0; u < 4; ++u) Sts128(smem + C::kAInv + Swizzled(i, first_piece + u), packed[u]);
 }
 
 // With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be
@@ -622,13 +626,11 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   if (warp >= 4) return;
 
   InvertUnitLower(smem + C::kL, smem + C::kScratch, warp, lane);
-  if (tid == 0) BulkWaitRead();  // q_decayed has left: A_inv takes its place
-  BarSync(1, 128);
   PackInverse<Operand>(smem, tid);
   FenceProxyAsync();
   BarSync(1, 128);
   if (tid == 0) {
-    BulkStore(image + image::kAInv, smem + C::kQ, kMatrix);
+    BulkStore(image + image::kAInv, smem + C::kAInv, kMatrix);
     BulkCommit();
     BulkWaitRead();
   }

@@ -34,6 +34,7 @@ for tool in memcheck initcheck racecheck synccheck; do
     verdict=FAIL status=1
   fi
   report "$tool" "$verdict" "$SECONDS" "$tool.log"
+  [ "$verdict" = clean ] || head -n 40 "$logs/$tool.log"
 done
 
 SECONDS=0
