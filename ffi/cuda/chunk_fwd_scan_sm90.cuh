@@ -124,8 +124,8 @@ struct StateScale {
   }
 };
 
-// This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and the next, j =
-// 0..15.
+// This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and 8 j + 2 t + 1
+// for j = 0..15.
 __device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
@@ -248,8 +248,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
 #pragma unroll
     for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
-    if (valid <
-        kChunk) {  // tokens of another sequence, or none: selected away, since they may hold NaN
+    if (valid < kChunk) {
+      // Tokens of another sequence, or none: selected away, since they may hold NaN.
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int column = (i >> 1) * 8 + 2 * t;
@@ -267,8 +267,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     uint32_t a[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-    if (kScaled) {  // what S is, not what it might have grown to: the bound follows a state that
-                    // shrinks
+    if (kScaled) {
+      // What S is, not what it might have grown to: the bound follows a state that shrinks.
       state_scale.ReadState(a);
       state_scale.bound += growth;
     }
@@ -282,8 +282,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
       S[4 * j + 2] *= decay.x;
       S[4 * j + 3] *= decay.y;
     }
-    // A step of 16 channels is 32 bytes further, 4 steps are a half tile; descriptors count in 16
-    // bytes.
+    // A step of 16 channels is 32 bytes on, 4 steps are a half tile; descriptors count in 16 bytes.
     const uint64_t q_decayed = WgmmaDescriptor(operand, 16), k_decayed = q_decayed + (kTile >> 4);
     WgmmaFence();
 #pragma unroll
@@ -296,9 +295,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
       Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2,
                           i > 0);
     WgmmaCommit();
-    if (thread == 0 &&
-        stored_stage >= 0) {  // the last chunk's output has been read: its tile can be loaded again
-      BulkWaitRead();
+    if (thread == 0 && stored_stage >= 0) {
+      BulkWaitRead();  // the last chunk's output has left: its tile can be loaded again
       MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
     }
     stored_stage = values.stage;
@@ -328,6 +326,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     WgmmaCommit();
     WgmmaWait<1>();
 
+    // The output takes the place of the values, which the whole warp has read.
+    __syncwarp();
     const float o_scale = p.scale * state_scale.up;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
