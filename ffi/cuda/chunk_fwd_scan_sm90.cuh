@@ -184,8 +184,9 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
     {
       const uint32_t full = smem + C::kOperandsFull + 8 * operands.stage;
-      if (c >= C::kOperandStages)
+      if (c >= C::kOperandStages) {
         MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
+      }
       MbarrierExpectTx(full, C::kOperandBytes + kHead * 4);
       BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes,
                full);
@@ -195,8 +196,9 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
     }
     {
       const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
-      if (c >= C::kValueStages)
+      if (c >= C::kValueStages) {
         MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
+      }
       MbarrierExpectTx(full, C::kWarpgroups * kHalfTile);
       TmaLoad(smem + C::kValues + values.stage * kTile, v_map, full, h, s.token + c * kChunk,
               first_half);
@@ -204,8 +206,9 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
     }
     {
       const uint32_t full = smem + C::kMatricesFull + 8 * matrices.stage;
-      if (c >= C::kMatrixStages)
+      if (c >= C::kMatrixStages) {
         MbarrierWait(smem + C::kMatricesEmpty + 8 * matrices.stage, matrices.parity ^ 1);
+      }
       MbarrierExpectTx(full, C::kMatrixBytes);
       BulkLoad(smem + C::kMatrices + matrices.stage * C::kMatrixBytes, image + image::kAInv,
                C::kMatrixBytes, full);
@@ -286,14 +289,16 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     const uint64_t q_decayed = WgmmaDescriptor(operand, 16), k_decayed = q_decayed + (kTile >> 4);
     WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2,
-                          i > 0);
+    for (int i = 0; i < 8; ++i) {
+      const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
+      Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + step, i > 0);
+    }
     WgmmaCommit();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2,
-                          i > 0);
+    for (int i = 0; i < 8; ++i) {
+      const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
+      Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + step, i > 0);
+    }
     WgmmaCommit();
     if (thread == 0 && stored_stage >= 0) {
       BulkWaitRead();  // the last chunk's output has left: its tile can be loaded again
@@ -321,8 +326,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
     WgmmaCommit();
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
       Wgmma64x128Trans<Operand>(S, &u[4 * i], k_restored + i * (16 * 128 >> 4));
+    }
     WgmmaCommit();
     WgmmaWait<1>();
 
@@ -333,8 +339,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     for (int j = 0; j < 4; ++j) {
       uint32_t o[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i) {
         o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
+      }
       StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
     }
     FenceProxyAsync();
