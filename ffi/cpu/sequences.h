@@ -35,9 +35,12 @@ inline Sequence SequenceAt(const ChunkFwdParams& p, int64_t b, int64_t m) {
   }
 }
 
-inline ffi::Error MalformedRow(int64_t b, const std::string& rule, const std::string& got) {
-  return ffi::Error::InvalidArgument("`offsets` of row " + std::to_string(b) + " must " + rule +
-                                     "; got " + got);
+// In the words of the user, whose argument became the offsets.
+inline ffi::Error MalformedRow(const ChunkFwdParams& p, int64_t b, const std::string& rule,
+                               const std::string& got) {
+  const std::string name = p.offsets_step == 1 ? "cu_seqlens" : "segment_ids";
+  return ffi::Error::InvalidArgument("`" + name + "` of row " + std::to_string(b) + " must " +
+                                     rule + "; got " + got);
 }
 
 // An error for the first malformed row. After it every Sequence is inside its row and in order.
@@ -45,7 +48,7 @@ inline ffi::Error CheckOffsets(const ChunkFwdParams& p) {
   if (p.offsets_step == 0) return ffi::Error::Success();
   for (int64_t b = 0; b < p.B; ++b) {
     if (p.offsets_step == 1 && p.offsets[b * (p.M + 1)] != 0) {
-      return MalformedRow(b, "start with 0", std::to_string(p.offsets[b * (p.M + 1)]));
+      return MalformedRow(p, b, "start with 0", std::to_string(p.offsets[b * (p.M + 1)]));
     }
     int64_t last = 0;
     for (int64_t m = 0; m < p.M; ++m) {
@@ -57,8 +60,8 @@ inline ffi::Error CheckOffsets(const ChunkFwdParams& p) {
             "`max_segments` must be at least the number of segments in every row; got " +
             std::to_string(p.M) + ", too few for row " + std::to_string(b) + " of `segment_ids`");
       }
-      if (s.begin < last || s.end < s.begin) return MalformedRow(b, "not decrease", got);
-      if (s.end > p.T) return MalformedRow(b, "end by T = " + std::to_string(p.T), got);
+      if (s.begin < last || s.end < s.begin) return MalformedRow(p, b, "not decrease", got);
+      if (s.end > p.T) return MalformedRow(p, b, "end by T = " + std::to_string(p.T), got);
       last = s.end;
     }
   }
