@@ -28,7 +28,6 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 struct PrepareConfig {
   static constexpr int kThreads = 256;
   static constexpr int kSub = 16;       // rows of a sub-block
-  static constexpr int kQuad = 4;       // rows of a quad
   static constexpr int kQuadSums = 16;  // products within a quad: 10 of q (i >= j), 6 of k (i > j)
   // Bytes of a row of factors; the 32 put the rows of two quads on different banks.
   static constexpr int kFactorRow = kHead * 2 + 32;
@@ -424,7 +423,6 @@ __device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&to
 }
 
 // Aqk entry and L entry (i, j), i >= j, from the products q_i k_j and k_i k_j.
-template <typename Operand>
 __device__ __forceinline__ uint32_t AqkAddress(uint32_t smem, int i, int j) {
   return smem + PrepareConfig::kAqk + Swizzled(i, j >> 3) + (j & 7) * 2;
 }
@@ -443,7 +441,7 @@ __device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_
   // Row i, columns j and j + 1.
   auto store = [&](int i, int j, float qk0, float qk1, float kk0, float kk1) {
     const float beta = LdsF32(smem + C::kBeta + i * 4);
-    Sts32(AqkAddress<Operand>(smem, i, j), Pack<Operand>(qk0, qk1));
+    Sts32(AqkAddress(smem, i, j), Pack<Operand>(qk0, qk1));
     StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
   };
   if (warp < 6) {
@@ -473,7 +471,7 @@ __device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_
     const int i = quad * 4 + (kRows >> 2 * s & 3), j = quad * 4 + (kColumns >> 2 * s & 3);
     const float sum = LdsF32(smem + C::kSums + tid * 4);
     if (s < 10) {
-      Sts16(AqkAddress<Operand>(smem, i, j), Pack<Operand>(sum, 0.f));
+      Sts16(AqkAddress(smem, i, j), Pack<Operand>(sum, 0.f));
     } else {
       StsF32(LAddress(smem, i, j), LdsF32(smem + C::kBeta + i * 4) * sum);
     }

@@ -219,15 +219,6 @@ __device__ __forceinline__ void TmaLoad(uint32_t dst, const CUtensorMap* map, ui
       "l"(map), "r"(bar), "r"(0), "r"(head), "r"(token), "r"(half)
       : "memory");
 }
-__device__ __forceinline__ void TmaPrefetchL2(const CUtensorMap* map, int head, int token,
-                                              int half) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(0), "r"(head), "r"(token), "r"(half)
-               : "memory");
-}
-__device__ __forceinline__ void PrefetchL2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
 __device__ __forceinline__ void TmaStore(const CUtensorMap* map, uint32_t src, int head, int token,
                                          int half) {
   asm volatile(
