@@ -61,7 +61,12 @@ PYTHON
 
 stage_main() { timeout "$limit" python3 -m jax_kda; }
 
-stage_tests() { gpu_tests -q "$root/tests"; }
+# Side by side where pytest-xdist is: most of the time is compilation.
+stage_tests() {
+  local parallel=()
+  python3 -c 'import xdist' 2>/dev/null && parallel=(-n 8 --dist worksteal -p no:benchmark)
+  XLA_PYTHON_CLIENT_PREALLOCATE=false gpu_tests -q "${parallel[@]}" "$root/tests"
+}
 
 stage_graphs() { gpu_tests -v -k command_buffers "$root/tests/test_gpu_execution.py"; }
 
@@ -74,7 +79,7 @@ stage_sanitize() {
       cmake --build build --target kda_sanitizer_driver || return 1
     driver=build/kda_sanitizer_driver
   fi
-  timeout "$limit" "$root/tests/sanitizer/run.sh" "$driver" "$site/sanitizer"
+  timeout "$limit" "$root/tests/sanitizer/run.sh" "$driver" "$out/sanitizer"
 }
 
 stage_bench() {

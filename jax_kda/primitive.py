@@ -99,7 +99,7 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     """ChunkFwdWorkspaceBytes of the CUDA handler, on symbolic dimensions too."""
     C, K = 64, 128
     NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
-    image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4
+    image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
     return NT * HV * image + (16 * NT + 32 * B * M if packed else 0) + 256
 
 

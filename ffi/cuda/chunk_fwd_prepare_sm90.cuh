@@ -13,7 +13,7 @@
 //
 // Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w
 // to 8 w + 7 (two quads) and a lane 2 channels of each half, so all decays live in one lane. Three
-// blocks share an SM: 76,560 bytes, 80 registers a thread.
+// blocks share an SM: 76,576 bytes, 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -48,7 +48,8 @@ struct PrepareConfig {
   static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;  // [8, K] fp32, log2, of 8 rows
   static constexpr int kBeyond = kLogDecay;  // [8, K / 2] two pairs: decay before, after 8 rows
   static constexpr int kDecay = kScratch + 4 * kBlock, kGateBias = kDecay;  // [K] fp32
-  static constexpr int kQNorm = kDecay + kHead * 4, kKNorm = kQNorm + kChunk * 4,
+  static constexpr int kWrites = kDecay + kHead * 4;  // behind the decay, as in the image
+  static constexpr int kQNorm = kWrites + 16, kKNorm = kQNorm + kChunk * 4,
                        kBeta = kKNorm + kChunk * 4;
   static constexpr int kBarrier = kBeta + kChunk * 4;
   static constexpr int kBytes = kBarrier + 16;
@@ -128,7 +129,7 @@ __device__ __forceinline__ float WarpSum16(float (&s)[16], int lane) {
   return s[0] + __shfl_xor_sync(~0u, s[0], 1);
 }
 
-// 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand
+// 1 / norm, 0 of a row of zeros, of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand
 // is the left's registers.
 __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   using C = PrepareConfig;
@@ -145,8 +146,9 @@ __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   }
   if (t == g >> 1) {  // accumulators 0, 1 are row g, 2, 3 row g + 8, at columns 2 t and 2 t + 1
     const uint32_t norms = smem + (warp < 4 ? C::kQNorm : C::kKNorm) + (first + g) * 4;
-    StsF32(norms, Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f));
-    StsF32(norms + 32, Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f));
+    const float x = g & 1 ? low[1] : low[0], y = g & 1 ? high[3] : high[2];
+    StsF32(norms, x == 0.f ? 0.f : Rsqrt(x + 1e-6f));
+    StsF32(norms + 32, y == 0.f ? 0.f : Rsqrt(y + 1e-6f));
   }
 }
 
@@ -604,12 +606,17 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   ExtendToChunk<Operand>(smem, totals, beyond, warp, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i) Sts128(smem + C::kAqk + (tid + i * C::kThreads) * 16, {0, 0, 0, 0});
+  if (kL2Norm && warp < 2) {
+    const float beta = LdsF32(smem + C::kBeta + tid * 4), norm = LdsF32(smem + C::kKNorm + tid * 4);
+    const uint32_t writes = __ballot_sync(~0u, beta != 0.f && norm != 0.f);
+    if (lane == 0) Sts32(smem + C::kWrites + warp * 4, writes);
+  }
   FenceProxyAsync();
   __syncthreads();
   std::byte* image = ws.images + (int64_t{slot} * HV + h) * image::kBytes;
   if (tid == 0) {
     BulkStore(image, smem + C::kQ, 3 * kTile);
-    BulkStore(image + image::kDecay, smem + C::kDecay, kHead * 4);
+    BulkStore(image + image::kDecay, smem + C::kDecay, image::kDecayBytes);
     BulkCommit();
   }
 

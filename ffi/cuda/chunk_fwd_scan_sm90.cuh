@@ -10,7 +10,7 @@
 // is fp32 from the first chunk to the last.
 //
 // Grid: x = (scan order, value head); y = V half when kWarpgroups is 1. Block: kWarpgroups state
-// warpgroups and one that loads. 231,040 bytes of shared memory: rings of 3 operand stages, 3 value
+// warpgroups and one that loads. 231,088 bytes of shared memory: rings of 3 operand stages, 3 value
 // tiles and 2 matrix stages.
 #pragma once
 
@@ -33,7 +33,7 @@ struct ScanConfig {
   static constexpr int kValues = kOperands + kOperandStages * kOperandBytes;
   static constexpr int kMatrices = kValues + kValueStages * kTile;  // A_inv, Aqk
   static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
-  static constexpr int kBarriers = kDecays + kOperandStages * kHead * 4;
+  static constexpr int kBarriers = kDecays + kOperandStages * image::kDecayBytes;
   // full: the copy engine -> state warps; empty: state warps -> the loading thread
   static constexpr int kOperandsFull = kBarriers,
                        kOperandsEmpty = kOperandsFull + 8 * kOperandStages;
@@ -187,11 +187,11 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
       if (c >= C::kOperandStages) {
         MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
       }
-      MbarrierExpectTx(full, C::kOperandBytes + kHead * 4);
+      MbarrierExpectTx(full, C::kOperandBytes + image::kDecayBytes);
       BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes,
                full);
-      BulkLoad(smem + C::kDecays + operands.stage * kHead * 4, image + image::kDecay, kHead * 4,
-               full);
+      BulkLoad(smem + C::kDecays + operands.stage * image::kDecayBytes, image + image::kDecay,
+               image::kDecayBytes, full);
       operands.Advance();
     }
     {
@@ -246,6 +246,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
     const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
     const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
+    const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
 
     uint32_t u[16];  // v^T, then r, then v_new, as left operand
     MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
@@ -259,8 +260,18 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
         u[i] = column >= valid ? 0u : column + 1 >= valid ? u[i] & 0xffffu : u[i];
       }
     }
+    MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
     float growth = 0.f;
     if (kScaled) {
+      const uint2 writes = Lds64(decays + kHead * 4);
+      if ((writes.x & writes.y) != ~0u) {
+        // What is not written shall not move the scale. NaN stays NaN.
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const uint32_t pair = (i < 8 ? writes.x : writes.y) >> ((i >> 1 & 3) * 8 + 2 * t);
+          u[i] = MulX2<Bf16>(u[i], (pair & 1 ? 0x3f80u : 0u) | (pair & 2 ? 0x3f800000u : 0u));
+        }
+      }
       growth = StateScale::Growth(u, p.beta_mode);
       state_scale.bound += growth;
       state_scale.Rescale(S);
@@ -275,11 +286,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
       state_scale.ReadState(a);
       state_scale.bound += growth;
     }
-    MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const float2 decay =
-          LdsF32x2(smem + C::kDecays + operands.stage * kHead * 4 + (8 * j + 2 * t) * 4);
+      const float2 decay = LdsF32x2(decays + (8 * j + 2 * t) * 4);
       S[4 * j] *= decay.x;
       S[4 * j + 1] *= decay.y;
       S[4 * j + 2] *= decay.x;
@@ -360,10 +369,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkF
     }
     WgmmaWait<0>();
     __syncwarp();
-    if (lane == 0) {
-      MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
-      MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
-    }
+    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
+    if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
     operands.Advance();
     values.Advance();
     matrices.Advance();
@@ -394,7 +401,7 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
   if (tid == 0) {
     for (int i = 0; i < C::kOperandStages; ++i) {
       MbarrierInit(smem + C::kOperandsFull + 8 * i, 1);
-      MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 4 * kWarpgroups);
+      MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 128 * kWarpgroups);
     }
     for (int i = 0; i < C::kValueStages; ++i) {
       MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
