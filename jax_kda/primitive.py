@@ -149,6 +149,9 @@ def _attributes(sig: Signature) -> dict[str, Any]:
         has_initial_state=np.bool_("initial_state" in sig.names),
         offsets_step=np.int32(sig.offsets_step),
         has_final_state=np.bool_(config.output_final_state),
+        has_state_indices=np.bool_("state_indices" in sig.names),
+        has_output_state_indices=np.bool_("output_state_indices" in sig.names),
+        has_checkpoint_indices=np.bool_("checkpoint_indices" in sig.names),
     )
 
 

@@ -1,4 +1,4 @@
-// Buffers and attributes of one FFI call -> ChunkFwdParams, with every check that the host can
+// Buffers and attributes of one FFI call -> FwdParams, with every check that the host can
 // make. Shared by both platforms; Python has checked the same at trace time, with better words.
 // Values in device memory are not read here.
 //
@@ -6,6 +6,7 @@
 // <value>".
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <sstream>
@@ -20,9 +21,9 @@ namespace jax_kda {
 
 namespace ffi = ::xla::ffi;
 
-// The attributes of `kda_chunk_fwd`: plain keyword arguments of jax.ffi.ffi_call, of exactly these
-// types.
-struct ChunkFwdAttrs {
+// The attributes of `kda_chunk_fwd` and `kda_recurrent_fwd`: plain keyword arguments of
+// jax.ffi.ffi_call, of exactly these types.
+struct FwdAttrs {
   float scale;
   float lower_bound;  // 0 when the gate has none
   int32_t gate;       // enum Gate
@@ -33,6 +34,9 @@ struct ChunkFwdAttrs {
   bool has_initial_state;
   int32_t offsets_step;  // 0: no offsets; 1: [..., M + 1]; 2: [..., M, 2]
   bool has_final_state;  // whether the state is a result
+  bool has_state_indices;
+  bool has_output_state_indices;
+  bool has_checkpoint_indices;
 };
 
 // Whether the last result is a u8 workspace.
@@ -160,8 +164,7 @@ class Cursor {
 };
 
 // The sizes, from the operands that carry them, and everything about q, k, v, g and beta.
-inline ffi::Error FillTokens(Cursor<ffi::RemainingArgs>& operands, ChunkFwdParams& p,
-                             Dims& leading) {
+inline ffi::Error FillTokens(Cursor<ffi::RemainingArgs>& operands, FwdParams& p, Dims& leading) {
   auto q = operands.Next("q");
   RETURN_IF_ERROR(q);
   auto k = operands.Next("k");
@@ -226,8 +229,7 @@ inline ffi::Error FillGateParam(Cursor<ffi::RemainingArgs>& operands, const char
   return ffi::Error::Success();
 }
 
-inline ffi::Error FillOffsets(Cursor<ffi::RemainingArgs>& operands, int32_t step,
-                              ChunkFwdParams& p) {
+inline ffi::Error FillOffsets(Cursor<ffi::RemainingArgs>& operands, int32_t step, FwdParams& p) {
   const char* letters = step == 1 ? "[..., M + 1]" : "[..., M, 2]";
   auto x = operands.Next("offsets");
   RETURN_IF_ERROR(x);
@@ -243,7 +245,19 @@ inline ffi::Error FillOffsets(Cursor<ffi::RemainingArgs>& operands, int32_t step
   return ffi::Error::Success();
 }
 
-inline ffi::Error CheckState(const Array& x, const ChunkFwdParams& p) {
+// A pool: [..., slots, HV, V, K].
+inline ffi::Error CheckPool(const Array& x, const FwdParams& p) {
+  RETURN_IF_ERROR(CheckRank(x, "[..., slots, HV, V, K]", 4));
+  if (x.from_end(3) != p.HV || x.from_end(2) != p.V || x.from_end(1) != p.K ||
+      Product(x.leading(4)) != p.pools || x.from_end(4) != p.slots) {
+    return Invalid("`", x.name, "` must have shape [..., slots, HV, V, K] = ",
+                   ToString({p.pools, p.slots, p.HV, p.V, p.K}), "; got ", ToString(x.dims));
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckState(const Array& x, const FwdParams& p) {
+  if (p.pools > 0) return CheckPool(x, p);
   RETURN_IF_ERROR(CheckRank(x, "[..., N, HV, V, K]", 4));
   if (x.from_end(3) != p.HV || x.from_end(2) != p.V || x.from_end(1) != p.K ||
       Product(x.leading(3)) != p.B * p.M) {
@@ -254,8 +268,23 @@ inline ffi::Error CheckState(const Array& x, const ChunkFwdParams& p) {
   return ffi::Error::Success();
 }
 
+// Slots of a pool, by sequence and, for checkpoints, by chunk: [..., N] or [..., N, T / 64].
+inline ffi::Error FillIndices(Cursor<ffi::RemainingArgs>& operands, const char* name,
+                              bool checkpoints, const Dims& pool_axes, const FwdParams& p,
+                              const int32_t*& data) {
+  const char* letters = checkpoints ? "[..., N, T / 64]" : "[..., N]";
+  auto x = operands.Next(name);
+  RETURN_IF_ERROR(x);
+  Dims dims = Concat(pool_axes, {p.B * p.M / std::max<int64_t>(p.pools, 1)});
+  if (checkpoints) dims.push_back(p.T / kChunk);
+  RETURN_IF_ERROR(CheckShape(*x, letters, dims));
+  RETURN_IF_ERROR(CheckDtype(*x, ffi::DataType::S32));
+  data = static_cast<const int32_t*>(x->data);
+  return ffi::Error::Success();
+}
+
 inline ffi::Error FillResults(const ffi::RemainingRets& rets, bool has_final_state,
-                              Workspace workspace, const Dims& leading, ChunkFwdParams& p) {
+                              Workspace workspace, const Dims& leading, FwdParams& p) {
   Cursor<ffi::RemainingRets> results(rets);
   auto o = results.Next("o");
   RETURN_IF_ERROR(o);
@@ -297,16 +326,16 @@ inline ffi::Error FillResults(const ffi::RemainingRets& rets, bool has_final_sta
 
 }  // namespace check
 
-// args: q k v g beta [A_log] [dt_bias] [offsets] [initial_state], then up to two operands aliased
-// to results, never read. rets: o [final_state] [workspace]. Pointers of empty buffers may be null.
-inline ffi::ErrorOr<ChunkFwdParams> MakeChunkFwdParams(const ChunkFwdAttrs& attrs,
-                                                       const ffi::RemainingArgs& args,
-                                                       const ffi::RemainingRets& rets,
-                                                       Workspace workspace) {
+// args: q k v g beta [A_log] [dt_bias] [offsets] [initial_state] [state_indices]
+// [output_state_indices] [checkpoint_indices], then up to two operands aliased to results, never
+// read. rets: o [final_state] [workspace]. Pointers of empty buffers may be null.
+inline ffi::ErrorOr<FwdParams> MakeFwdParams(const FwdAttrs& attrs, const ffi::RemainingArgs& args,
+                                             const ffi::RemainingRets& rets, Workspace workspace) {
   using check::Invalid;
-  ChunkFwdParams p{};
-  check::Dims leading;
+  FwdParams p{};
+  check::Dims leading, pool_axes;
   check::Cursor<ffi::RemainingArgs> operands(args);
+  const bool pooled = attrs.has_state_indices || attrs.has_output_state_indices;
 
   if (attrs.gate < 0 || attrs.gate > 2) {
     return Failure{Invalid("`gate` must be 0, 1 or 2; got ", attrs.gate)};
@@ -345,11 +374,35 @@ inline ffi::ErrorOr<ChunkFwdParams> MakeChunkFwdParams(const ChunkFwdAttrs& attr
   if (attrs.has_initial_state) {
     auto state = operands.Next("initial_state");
     RETURN_IF_ERROR(state);
+    if (pooled) {
+      RETURN_IF_ERROR(check::CheckRank(*state, "[..., slots, HV, V, K]", 4));
+      pool_axes = state->leading(4);
+      p.pools = check::Product(pool_axes);
+      p.slots = state->from_end(4);
+      if (p.pools < 1 || p.B * p.M % p.pools != 0) {
+        return Failure{Invalid("`initial_state` must have leading axes that divide the ", p.B * p.M,
+                               " sequences; got ", check::ToString(state->dims))};
+      }
+    }
     RETURN_IF_ERROR(check::CheckState(*state, p));
     auto dtype = check::FloatDtype(*state);
     RETURN_IF_ERROR(dtype);
     p.state_dtype = *dtype;
     p.initial_state = state->data;
+  } else if (pooled) {
+    return Failure{Invalid("`initial_state` must be the pool that indices select from; got none")};
+  }
+  if (attrs.has_state_indices) {
+    RETURN_IF_ERROR(
+        check::FillIndices(operands, "state_indices", false, pool_axes, p, p.state_indices));
+  }
+  if (attrs.has_output_state_indices) {
+    RETURN_IF_ERROR(check::FillIndices(operands, "output_state_indices", false, pool_axes, p,
+                                       p.output_state_indices));
+  }
+  if (attrs.has_checkpoint_indices) {
+    RETURN_IF_ERROR(check::FillIndices(operands, "checkpoint_indices", true, pool_axes, p,
+                                       p.checkpoint_indices));
   }
   if (operands.remaining() > 2) {
     return Failure{
@@ -363,8 +416,9 @@ inline ffi::ErrorOr<ChunkFwdParams> MakeChunkFwdParams(const ChunkFwdAttrs& attr
 }  // namespace jax_kda
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_kda::ChunkFwdAttrs, StructMember<float>("scale"), StructMember<float>("lower_bound"),
+    jax_kda::FwdAttrs, StructMember<float>("scale"), StructMember<float>("lower_bound"),
     StructMember<int32_t>("gate"), StructMember<int32_t>("beta_mode"), StructMember<bool>("l2norm"),
     StructMember<bool>("has_A_log"), StructMember<bool>("has_dt_bias"),
     StructMember<bool>("has_initial_state"), StructMember<int32_t>("offsets_step"),
-    StructMember<bool>("has_final_state"));
+    StructMember<bool>("has_final_state"), StructMember<bool>("has_state_indices"),
+    StructMember<bool>("has_output_state_indices"), StructMember<bool>("has_checkpoint_indices"));

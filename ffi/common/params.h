@@ -1,5 +1,5 @@
 // The contract between the host checks (check.h) and the kernels: one call, as sizes, flags and
-// raw pointers.
+// raw pointers. `kda_chunk_fwd` and `kda_recurrent_fwd` are the same function of it.
 //
 // XLA buffers are dense and row-major, so shapes are all the layout there is. Leading batch axes
 // (vmap prepends them) are collapsed into B. Names are those of the mathematics: docs/math.md and
@@ -30,7 +30,7 @@ enum class BetaMode : int32_t {
   kTwoSigmoid = 2,   // 2 sigmoid(beta): allow_neg_eigval
 };
 
-struct ChunkFwdParams {
+struct FwdParams {
   int64_t B;   // rows of tokens
   int64_t T;   // tokens a row
   int64_t H;   // query/key heads
@@ -70,12 +70,32 @@ struct ChunkFwdParams {
   const int32_t* offsets;
   int64_t offsets_step;
 
-  const void* initial_state;  // [N, HV, V, K]; nullptr: zeros. Can be final_state.
-  void* o;                    // [B, T, HV, V]
+  // Without a pool (pools = 0) state n is sequence n's. The two can be the same memory.
+  const void* initial_state;  // [N, HV, V, K]; nullptr: zeros
   void* final_state;          // [N, HV, V, K]; nullptr: not wanted
-  std::byte* workspace;       // CUDA: ChunkFwdWorkspaceBytes(...); CPU: nullptr
+
+  // With a pool, both are [pools, slots, HV, V, K], and slots are chosen by index. Values live on
+  // the device and are not trusted: an index outside [0, slots) is no slot. Sequence n uses pool
+  // n / (N / pools); it
+  //
+  //   reads    slot state_indices[n]; zeros when there are no state_indices
+  //   writes   slot output_state_indices[n], in their absence state_indices[n]; nothing if it is no
+  //            slot or there is no final_state
+  //   writes   its state after 64 (j + 1) tokens to slot checkpoint_indices[n, j]
+  //
+  // A sequence whose first index (state_indices, in their absence output_state_indices) is no slot
+  // is padding: its tokens get o = 0 and no slot is touched. All other slots of final_state are
+  // those of initial_state, which has to be copied first where the two are not the same memory.
+  int64_t pools;
+  int64_t slots;
+  const int32_t* state_indices;         // [N]; nullptr: none
+  const int32_t* output_state_indices;  // [N]; nullptr: none
+  const int32_t* checkpoint_indices;    // [N, T / 64]; nullptr: none
+
+  void* o;               // [B, T, HV, V]
+  std::byte* workspace;  // kda_chunk_fwd on CUDA: ChunkFwdWorkspaceBytes(...); else nullptr
   int64_t workspace_bytes;
 };
-static_assert(std::is_trivially_copyable_v<ChunkFwdParams>);
+static_assert(std::is_trivially_copyable_v<FwdParams>);
 
 }  // namespace jax_kda

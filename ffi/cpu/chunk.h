@@ -43,7 +43,7 @@ inline int64_t RoundUp(int64_t x, int64_t multiple) {
 }
 
 // Channels are padded with zeros to whole vectors of the longest kind.
-inline int64_t PaddedK(const ChunkFwdParams& p) { return RoundUp(p.K, 16); }
+inline int64_t PaddedK(const FwdParams& p) { return RoundUp(p.K, 16); }
 
 // What Prepare hands to Scan. Rows past the chunk's tokens, up to a whole sub-block, are zero: they
 // leave S alone.
@@ -151,7 +151,7 @@ struct Prepare {
   using F = typename Isa::F;
   static constexpr int kLanes = Isa::kLanes;
 
-  const ChunkFwdParams& p;
+  const FwdParams& p;
   const ChunkTokens& x;
   const PrepareScratch& s;
   const PreparedChunk& c;
@@ -359,7 +359,7 @@ struct Scan {
   static constexpr int kRows = Isa::kRows;
   static constexpr int kStrip = Isa::kStrip;
 
-  const ChunkFwdParams& p;
+  const FwdParams& p;
   const ChunkTokens& x;
   const PreparedChunk& c;
   const int64_t Kp;
@@ -424,23 +424,23 @@ struct Scan {
 
 // ---- the kernel
 
-int64_t PreparedSize(const ChunkFwdParams& p) { return PreparedChunk::Size(PaddedK(p)); }
-int64_t PrepareScratchSize(const ChunkFwdParams& p) { return PrepareScratch::Size(PaddedK(p)); }
+int64_t PreparedSize(const FwdParams& p) { return PreparedChunk::Size(PaddedK(p)); }
+int64_t PrepareScratchSize(const FwdParams& p) { return PrepareScratch::Size(PaddedK(p)); }
 
 template <class Isa>
-int64_t ScanScratchSize(const ChunkFwdParams&) {
+int64_t ScanScratchSize(const FwdParams&) {
   return 2 * kChunk * Isa::kStrip;  // v and o of one strip
 }
 
 template <class Isa>
-void RunPrepare(const ChunkFwdParams& p, const ChunkTokens& x, float* prepared, float* scratch) {
+void RunPrepare(const FwdParams& p, const ChunkTokens& x, float* prepared, float* scratch) {
   const int64_t Kp = PaddedK(p);
   Prepare<Isa>{p, x, PrepareScratch::At(scratch, Kp), PreparedChunk::At(prepared, Kp), Kp}.Run();
 }
 
 template <class Isa>
-void RunScan(const ChunkFwdParams& p, const ChunkTokens& x, float* prepared, int64_t column,
-             float* S, float* scratch) {
+void RunScan(const FwdParams& p, const ChunkTokens& x, float* prepared, int64_t column, float* S,
+             float* scratch) {
   const int64_t Kp = PaddedK(p);
   float* v = scratch;
   float* o = scratch + kChunk * Isa::kStrip;

@@ -46,20 +46,20 @@ class Buffers {
   std::unique_ptr<float, FreeFloats> data_;
 };
 
-int64_t StateBytes(const ChunkFwdParams& p) {
+int64_t StateBytes(const FwdParams& p) {
   return p.V * p.K * (p.state_dtype == DType::kBF16 ? 2 : 4);
 }
 
-std::byte* FinalState(const ChunkFwdParams& p, int64_t state) {
+std::byte* FinalState(const FwdParams& p, int64_t state) {
   return static_cast<std::byte*>(p.final_state) + state * StateBytes(p);
 }
 
-const std::byte* InitialState(const ChunkFwdParams& p, int64_t state) {
+const std::byte* InitialState(const FwdParams& p, int64_t state) {
   return static_cast<const std::byte*>(p.initial_state) + state * StateBytes(p);
 }
 
 // An empty sequence hands its state on bit by bit. The two may be the same memory.
-void CopyState(const ChunkFwdParams& p, int64_t state) {
+void CopyState(const FwdParams& p, int64_t state) {
   if (p.final_state == nullptr) return;
   if (p.initial_state == nullptr) {
     std::memset(FinalState(p, state), 0, StateBytes(p));
@@ -70,7 +70,7 @@ void CopyState(const ChunkFwdParams& p, int64_t state) {
 
 class Forward {
  public:
-  Forward(const ChunkFwdParams& p, const ChunkKernel& kernel, const Executor& executor)
+  Forward(const FwdParams& p, const ChunkKernel& kernel, const Executor& executor)
       : p_(p),
         kernel_(kernel),
         executor_(executor),
@@ -236,7 +236,7 @@ class Forward {
     }
   }
 
-  const ChunkFwdParams& p_;
+  const FwdParams& p_;
   const ChunkKernel& kernel_;
   const Executor& executor_;
   const int64_t threads_;
@@ -246,7 +246,7 @@ class Forward {
 
 }  // namespace
 
-ffi::Error ChunkFwd(const ChunkFwdParams& p, const ChunkKernel& kernel, const Executor& executor) {
+ffi::Error ChunkFwd(const FwdParams& p, const ChunkKernel& kernel, const Executor& executor) {
   RETURN_IF_ERROR(CheckOffsets(p));
   try {
     Forward(p, kernel, executor).Run();

@@ -8,7 +8,6 @@
 namespace jax_kda::cpu {
 
 // The chunked forward on `executor`, with the given kernel. Checks the offsets before any work.
-::xla::ffi::Error ChunkFwd(const ChunkFwdParams& p, const ChunkKernel& kernel,
-                           const Executor& executor);
+::xla::ffi::Error ChunkFwd(const FwdParams& p, const ChunkKernel& kernel, const Executor& executor);
 
 }  // namespace jax_kda::cpu

@@ -19,16 +19,16 @@ struct ChunkKernel {
   int64_t strip;  // V columns that one call of `scan` moves
 
   // Sizes in floats; every buffer is aligned to 64 bytes.
-  int64_t (*prepared_size)(const ChunkFwdParams& p);
-  int64_t (*prepare_scratch_size)(const ChunkFwdParams& p);
-  int64_t (*scan_scratch_size)(const ChunkFwdParams& p);
-  int64_t (*state_rows)(const ChunkFwdParams& p);  // K, padded
+  int64_t (*prepared_size)(const FwdParams& p);
+  int64_t (*prepare_scratch_size)(const FwdParams& p);
+  int64_t (*scan_scratch_size)(const FwdParams& p);
+  int64_t (*state_rows)(const FwdParams& p);  // K, padded
 
-  void (*prepare)(const ChunkFwdParams& p, const ChunkTokens& x, float* prepared, float* scratch);
+  void (*prepare)(const FwdParams& p, const ChunkTokens& x, float* prepared, float* scratch);
 
   // S: [state_rows, strip], columns [column, column + strip) of V; those past V are zero.
-  void (*scan)(const ChunkFwdParams& p, const ChunkTokens& x, float* prepared, int64_t column,
-               float* S, float* scratch);
+  void (*scan)(const FwdParams& p, const ChunkTokens& x, float* prepared, int64_t column, float* S,
+               float* scratch);
 };
 
 extern const ChunkKernel kChunkBaseline;

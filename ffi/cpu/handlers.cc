@@ -10,9 +10,9 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-ffi::Error ChunkFwdImpl(ffi::ThreadPool pool, ChunkFwdAttrs attrs, ffi::RemainingArgs args,
+ffi::Error ChunkFwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs args,
                         ffi::RemainingRets rets) {
-  const auto params = MakeChunkFwdParams(attrs, args, rets, Workspace::kNone);
+  const auto params = MakeFwdParams(attrs, args, rets, Workspace::kNone);
   RETURN_IF_ERROR(params);
   if (params->K > kMaxHeadSize || params->V > kMaxHeadSize) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
@@ -35,6 +35,6 @@ ffi::Error ChunkFwdImpl(ffi::ThreadPool pool, ChunkFwdAttrs attrs, ffi::Remainin
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, jax_kda::cpu::ChunkFwdImpl,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Attrs<jax_kda::ChunkFwdAttrs>()
+                                  .Attrs<jax_kda::FwdAttrs>()
                                   .RemainingArgs()
                                   .RemainingRets());

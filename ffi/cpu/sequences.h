@@ -20,7 +20,7 @@ struct Sequence {
 };
 
 // Sequence m of row b. Not yet trusted when it comes from offsets.
-inline Sequence SequenceAt(const ChunkFwdParams& p, int64_t b, int64_t m) {
+inline Sequence SequenceAt(const FwdParams& p, int64_t b, int64_t m) {
   switch (p.offsets_step) {
     case 1: {
       const int32_t* row = p.offsets + b * (p.M + 1);
@@ -36,7 +36,7 @@ inline Sequence SequenceAt(const ChunkFwdParams& p, int64_t b, int64_t m) {
 }
 
 // In the words of the user, whose argument became the offsets.
-inline ffi::Error MalformedRow(const ChunkFwdParams& p, int64_t b, const std::string& rule,
+inline ffi::Error MalformedRow(const FwdParams& p, int64_t b, const std::string& rule,
                                const std::string& got) {
   const std::string name = p.offsets_step == 1 ? "cu_seqlens" : "segment_ids";
   return ffi::Error::InvalidArgument("`" + name + "` of row " + std::to_string(b) + " must " +
@@ -44,7 +44,7 @@ inline ffi::Error MalformedRow(const ChunkFwdParams& p, int64_t b, const std::st
 }
 
 // An error for the first malformed row. After it every Sequence is inside its row and in order.
-inline ffi::Error CheckOffsets(const ChunkFwdParams& p) {
+inline ffi::Error CheckOffsets(const FwdParams& p) {
   if (p.offsets_step == 0) return ffi::Error::Success();
   for (int64_t b = 0; b < p.B; ++b) {
     if (p.offsets_step == 1 && p.offsets[b * (p.M + 1)] != 0) {
@@ -78,7 +78,7 @@ struct Chain {
 };
 
 // Longest first, so that no worker begins a long chain last.
-inline std::vector<Chain> MakeChains(const ChunkFwdParams& p) {
+inline std::vector<Chain> MakeChains(const FwdParams& p) {
   std::vector<Chain> chains;
   chains.reserve(p.B * p.M * p.HV);
   for (int64_t b = 0; b < p.B; ++b) {

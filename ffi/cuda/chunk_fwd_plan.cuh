@@ -15,8 +15,7 @@ inline constexpr int kPlanThreads = 1024;
 inline constexpr int kMaxRanked = 1024;
 
 __global__ void __launch_bounds__(kPlanThreads)
-    ChunkFwdPlanKernel(const __grid_constant__ ChunkFwdParams p,
-                       const __grid_constant__ Workspace ws) {
+    ChunkFwdPlanKernel(const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
   using Scan = cub::BlockScan<int, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan_storage;
   __shared__ int chunk_counts[kMaxRanked];

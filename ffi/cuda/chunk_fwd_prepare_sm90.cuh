@@ -129,8 +129,8 @@ __device__ __forceinline__ float WarpSum16(float (&s)[16], int lane) {
   return s[0] + __shfl_xor_sync(~0u, s[0], 1);
 }
 
-// 1 / norm, 0 of a row of zeros, of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x x^T, whose right operand
-// is the left's registers.
+// 1 / norm, 0 of a row of zeros, of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x
+// x^T, whose right operand is the left's registers.
 __device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
   using C = PrepareConfig;
   const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
@@ -511,7 +511,7 @@ template <bool kL2Norm, typename G>
 __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 2)
     ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map,
-                          const __grid_constant__ ChunkFwdParams p,
+                          const __grid_constant__ FwdParams p,
                           const __grid_constant__ Workspace ws) {
   using C = PrepareConfig;
   using Operand = std::conditional_t<kL2Norm, Fp16, Bf16>;

@@ -62,8 +62,7 @@ struct Sequence {
   int token, length, before, after, malformed;
   int64_t first_chunk, n;
 };
-__device__ inline Sequence FindSequence(const ChunkFwdParams& p, const Workspace& ws,
-                                        int64_t rank) {
+__device__ inline Sequence FindSequence(const FwdParams& p, const Workspace& ws, int64_t rank) {
   if (ws.sequences != nullptr) {
     const int n = ws.sequences[rank].order;
     const SequenceSlot s = ws.sequences[n];
@@ -126,7 +125,7 @@ struct StateScale {
 
 // This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and 8 j + 2 t + 1
 // for j = 0..15.
-__device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_t at) {
+__device__ inline void LoadState(float (&S)[64], const FwdParams& p, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
@@ -144,8 +143,7 @@ __device__ inline void LoadState(float (&S)[64], const ChunkFwdParams& p, int64_
     S[2 * j + 1] = x.y;
   }
 }
-__device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwdParams& p,
-                                  int64_t at) {
+__device__ inline void StoreState(const float (&S)[64], float up, const FwdParams& p, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
@@ -160,7 +158,7 @@ __device__ inline void StoreState(const float (&S)[64], float up, const ChunkFwd
 }
 
 // o of this warpgroup's 64 columns at tokens [first, last): zeros, or NaN.
-__device__ inline void FillOutput(const ChunkFwdParams& p, int first, int last, int h, int v_half,
+__device__ inline void FillOutput(const FwdParams& p, int first, int last, int h, int v_half,
                                   bool nan, int thread) {
   const uint32_t pair = nan ? 0x7fc07fc0u : 0u;
   for (int token = first + (thread >> 3); token < last; token += 16) {
@@ -171,7 +169,7 @@ __device__ inline void FillOutput(const ChunkFwdParams& p, int first, int last, 
 }
 
 template <typename Config>
-__device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkFwdParams& p,
+__device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdParams& p,
                            const Workspace& ws, const Sequence& s, int h, int first_half) {
   using C = Config;
   Ring<C::kOperandStages> operands;
@@ -219,7 +217,7 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const ChunkF
 
 // The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
 template <typename Operand, typename Config>
-__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const ChunkFwdParams& p,
+__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdParams& p,
                            const Sequence& s, int h, int v_half, int warpgroup) {
   using C = Config;
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
@@ -389,8 +387,7 @@ template <typename Operand, int kWarpgroups>
 __global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
     ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map,
                        const __grid_constant__ CUtensorMap o_map,
-                       const __grid_constant__ ChunkFwdParams p,
-                       const __grid_constant__ Workspace ws) {
+                       const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
   using C = ScanConfig<kWarpgroups>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);

@@ -76,7 +76,7 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
 }
 
 template <bool kL2Norm>
-ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   CUtensorMap q_map, k_map;
   RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, 2));
   RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, 2));
@@ -91,7 +91,7 @@ ffi::Error LaunchPrepare(const ChunkFwdParams& p, const sm90::Workspace& ws, cud
 }
 
 template <typename Operand, int kWarpgroups>
-ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   const bool prepared = p.B * p.T > 0;
   CUtensorMap v_map = {}, o_map = {};  // never used when there is no token
   if (prepared) {
@@ -105,7 +105,7 @@ ffi::Error LaunchScan(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaSt
 }
 
 template <bool kL2Norm>
-ffi::Error LaunchKernels(const ChunkFwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
   return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream)
@@ -118,7 +118,7 @@ int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool
   return sm90::WorkspaceBytes(B, T, HV, M, packed);
 }
 
-ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream) {
+ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream) {
   if (p.B * p.M * p.HV == 0) return ffi::Error::Success();
   const bool packed = p.offsets != nullptr;
   sm90::Workspace ws = {};

@@ -84,7 +84,7 @@ inline int64_t WorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool 
   return NT * HV * image::kBytes + plan + 256;
 }
 
-__device__ inline ChunkSlot FindChunk(const ChunkFwdParams& p, const Workspace& ws, uint32_t slot) {
+__device__ inline ChunkSlot FindChunk(const FwdParams& p, const Workspace& ws, uint32_t slot) {
   if (ws.chunks != nullptr) return ws.chunks[slot];
   const uint32_t T = static_cast<uint32_t>(p.T), chunks_per_row = (T + kChunk - 1) / kChunk;
   const uint32_t row = p.B == 1 ? 0 : slot / chunks_per_row,

@@ -16,7 +16,7 @@ ffi::Error Unimplemented(const Words&... words) {
   return ffi::Error(ffi::ErrorCode::kUnimplemented, out.str());
 }
 
-ffi::Error CheckSupported(const ChunkFwdParams& p) {
+ffi::Error CheckSupported(const FwdParams& p) {
   if (p.K != 128 || p.V != 128) {
     return Unimplemented("the CUDA kernel needs head sizes K = V = 128; got K = ", p.K,
                          ", V = ", p.V);
@@ -42,9 +42,9 @@ ffi::Error CheckSupported(const ChunkFwdParams& p) {
   return ffi::Error::Success();
 }
 
-ffi::Error ChunkFwdImpl(cudaStream_t stream, ChunkFwdAttrs attrs, ffi::RemainingArgs args,
+ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs args,
                         ffi::RemainingRets rets) {
-  ffi::ErrorOr<ChunkFwdParams> p = MakeChunkFwdParams(attrs, args, rets, Workspace::kLastResult);
+  ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kLastResult);
   RETURN_IF_ERROR(p);
   RETURN_IF_ERROR(CheckSupported(*p));
   const int64_t bytes = ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr);
@@ -60,7 +60,7 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, ChunkFwdAttrs attrs, ffi::Remaining
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, ChunkFwdImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Attrs<ChunkFwdAttrs>()
+                                  .Attrs<FwdAttrs>()
                                   .RemainingArgs()   // q k v g beta [A_log] [dt_bias] [offsets]
                                                      // [initial_state] [out] [final_state]
                                   .RemainingRets(),  // o [final_state] workspace

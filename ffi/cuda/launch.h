@@ -18,11 +18,11 @@ inline ffi::Error CudaError(cudaError_t status, const char* what) {
                               cudaGetErrorString(status));
 }
 
-// Bytes of ChunkFwdParams::workspace for K = V = 128.
+// Bytes of FwdParams::workspace for K = V = 128.
 int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed);
 
 // Enqueues the forward on `stream`: K = V = 128, q k v bf16, B T < 2^31. Neither allocates nor
 // synchronises.
-ffi::Error LaunchChunkFwdSm90(const ChunkFwdParams& p, cudaStream_t stream);
+ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream);
 
 }  // namespace jax_kda

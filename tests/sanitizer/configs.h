@@ -147,8 +147,8 @@ inline Operands MakeOperands(const Config& c) {
 }
 
 // Everything but the pointers.
-inline ChunkFwdParams MakeParams(const Config& c) {
-  ChunkFwdParams p{};
+inline FwdParams MakeParams(const Config& c) {
+  FwdParams p{};
   p.B = c.B;
   p.T = c.T;
   p.H = c.H;

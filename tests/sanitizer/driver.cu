@@ -60,7 +60,7 @@ std::string Run(const Config& c, bool poison, int64_t missing_rows_of_o) {
   const Buffer beta = Upload(x.beta), A_log = Upload(x.A_log), dt_bias = Upload(x.dt_bias);
   const Buffer offsets = Upload(x.offsets), initial_state = Upload(x.initial_state);
 
-  ChunkFwdParams p = MakeParams(c);
+  FwdParams p = MakeParams(c);
   const size_t o_bytes = (c.values() - missing_rows_of_o * c.HV * c.V) * SizeOf(c.dtype);
   const size_t state_bytes = c.state == State::kNone ? 0 : c.states() * SizeOf(c.state_dtype);
   p.workspace_bytes = ChunkFwdWorkspaceBytes(c.B, c.T, c.HV, p.M, c.offsets_step != 0);

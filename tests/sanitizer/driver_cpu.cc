@@ -39,7 +39,7 @@ std::string Run(const Config& c, const cpu::ChunkKernel& kernel, int64_t missing
   const Buffer final_state(
       Bytes(c.state == State::kNone ? 0 : c.states() * SizeOf(c.state_dtype), poison));
 
-  ChunkFwdParams p = MakeParams(c);
+  FwdParams p = MakeParams(c);
   p.q = q.data.get();
   p.k = k.data.get();
   p.v = v.data.get();
