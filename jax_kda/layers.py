@@ -1,0 +1,498 @@
+"""Kimi Delta Attention as a Flax NNX layer. `import jax_kda` leaves it out: Flax is optional.
+
+    q, k, v = silu(conv(x W_q)), silu(conv(x W_k)), silu(conv(x W_v))
+    o = KDA(q, k, v, decay gate of x W_f, write strength sigmoid(x W_b))
+    y = (RMSNorm(o) * sigmoid(x W_g)) W_o
+
+Parameters have the names of Kimi Linear's checkpoints, except that a weight is a `kernel` and is
+transposed. docs/layer.md tells the rest.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from . import api, validate
+
+# Calls of at most this many tokens that continue sequences go through `recurrent_kda`.
+MAX_RECURRENT_LENGTH = 16
+
+
+class LayerCache(NamedTuple):
+    """What a layer keeps of the N sequences it has read so far."""
+
+    q: jax.Array | None  # [N, conv_size - 1, H K]   last inputs of the convolution, oldest first
+    k: jax.Array | None  # [N, conv_size - 1, H K]
+    v: jax.Array | None  # [N, conv_size - 1, HV V]
+    state: jax.Array  # [N, HV, V, K]
+
+
+class KimiDeltaAttention(nnx.Module):
+    """Kimi Delta Attention with its projections, short convolutions, gates and norm.
+
+    Args:
+      hidden_size: features of the input and of the output.
+      num_heads: query and key heads, H.
+      head_dim: size of a query or key head, K.
+      num_v_heads: value heads HV, a multiple of num_heads; decay, write strength and output gate
+        are per value head. None: num_heads.
+      head_v_dim: size of a value head, V. None: head_dim.
+      conv_size: taps of the short convolutions.
+      use_short_conv: whether there are any.
+      conv_bias: whether they have a bias.
+      f_rank: inner size of the decay gate's projection; "head_v_dim": V; None: one full matrix.
+      g_rank: inner size of the output gate's projection, likewise.
+      g_bias: whether the output gate's projection has a bias.
+      lower_bound: the most negative log decay of a token, in [-5, 0). None: the softplus gate.
+      allow_neg_eigval: the write strength is in (0, 2) instead of (0, 1).
+      norm_eps: epsilon of the norm before the output projection.
+      dtype: bfloat16 or float32, of the matrix products and what is between them. None: that of
+        input and parameters together. The convolutions, both gates' activations, write strength,
+        norm and state are float32 always.
+      param_dtype: of the projections. What is used in float32 is stored in float32: the
+        convolutions, A_log, dt_bias and the norm's scale.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      kernel_init: initialises projections and convolutions.
+      bias_init: initialises biases.
+      embed_axis, heads_axis: names for the axes of hidden features and of heads in the parameters'
+        sharding metadata, mesh axes or logical ones. None: not sharded.
+      implementation: as in `jax_kda.chunk_kda`.
+      rngs: keys for the initialisation.
+    """
+
+    cached_q: nnx.Cache
+    cached_k: nnx.Cache
+    cached_v: nnx.Cache
+    cached_state: nnx.Cache
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        use_short_conv: bool = True,
+        conv_bias: bool = False,
+        f_rank: int | Literal["head_v_dim"] | None = "head_v_dim",
+        g_rank: int | Literal["head_v_dim"] | None = "head_v_dim",
+        g_bias: bool = False,
+        lower_bound: float | None = None,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-5,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = nnx.initializers.normal(0.02),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        embed_axis: str | None = None,
+        heads_axis: str | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        H, K = num_heads, head_dim
+        HV = H if num_v_heads is None else num_v_heads
+        V = K if head_v_dim is None else head_v_dim
+        self.hidden_size = hidden_size
+        self.num_heads = H
+        self.num_v_heads = HV
+        self.head_dim = K
+        self.head_v_dim = V
+        self.conv_size = conv_size
+        self.use_short_conv = use_short_conv
+        self.f_rank = V if f_rank == "head_v_dim" else f_rank
+        self.g_rank = V if g_rank == "head_v_dim" else g_rank
+        self.lower_bound = lower_bound
+        self.allow_neg_eigval = allow_neg_eigval
+        self.dtype = dtype
+        self.heads_axis = heads_axis
+        self.implementation = implementation
+
+        def linear(inputs, outputs, axes, *, use_bias=False, preferred_element_type=None):
+            return nnx.Linear(
+                inputs,
+                outputs,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                kernel_init=_partitioned(kernel_init, axes),
+                bias_init=_partitioned(bias_init, axes[1:]),
+                rngs=rngs,
+            )
+
+        def convolution(channels):
+            if not use_short_conv:
+                return nnx.data(None)
+            return ShortConvolution(
+                channels,
+                conv_size,
+                use_bias=conv_bias,
+                kernel_init=_partitioned(kernel_init, (None, heads_axis)),
+                bias_init=_partitioned(bias_init, (heads_axis,)),
+                rngs=rngs,
+            )
+
+        def parameter(init, shape, axes):
+            return nnx.Param(_partitioned(init, axes)(rngs.params(), shape, jnp.float32))
+
+        into_heads = (embed_axis, heads_axis)
+        self.q_proj = linear(hidden_size, H * K, into_heads)
+        self.k_proj = linear(hidden_size, H * K, into_heads)
+        self.v_proj = linear(hidden_size, HV * V, into_heads)
+        self.q_conv1d = convolution(H * K)
+        self.k_conv1d = convolution(H * K)
+        self.v_conv1d = convolution(HV * V)
+
+        if self.f_rank is None:
+            self.f_proj = linear(hidden_size, HV * K, into_heads)
+        else:
+            self.f_a_proj = linear(hidden_size, self.f_rank, (embed_axis, None))
+            self.f_b_proj = linear(self.f_rank, HV * K, (None, heads_axis))
+        self.A_log = parameter(
+            _log_uniform_slope if lower_bound is None else nnx.initializers.zeros_init(),
+            (HV,),
+            (heads_axis,),
+        )
+        self.dt_bias = parameter(_inverse_softplus_step, (HV, K), (heads_axis, None))
+        # Its results are few and go through a sigmoid: they are not rounded to bfloat16.
+        self.b_proj = linear(hidden_size, HV, into_heads, preferred_element_type=jnp.float32)
+
+        if self.g_rank is None:
+            self.g_proj = linear(hidden_size, HV * V, into_heads, use_bias=g_bias)
+        else:
+            self.g_a_proj = linear(hidden_size, self.g_rank, (embed_axis, None))
+            self.g_b_proj = linear(self.g_rank, HV * V, (None, heads_axis), use_bias=g_bias)
+        self.o_norm = nnx.RMSNorm(V, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
+        self.o_proj = linear(HV * V, hidden_size, (heads_axis, embed_axis))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        padding_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies the layer; with a cache (`init_cache`), continues its sequences and updates it.
+
+        Args:
+          x: hidden states [B, T, hidden_size].
+          segment_ids: integers [B, T] for packed rows: a sequence begins wherever the id changes,
+            and id 0 is padding. Convolutions and state begin anew with every sequence.
+          max_segments: the most sequences a row can have, a Python int.
+          padding_mask: [B, T], bool or integer, instead of segment_ids: 0 where there is no token.
+            Wherever the padding is, the row is what remains without it.
+
+        Returns:
+          [B, T, hidden_size]; zeros at padding.
+
+        Raises:
+          ValueError: for shapes and values; TypeError: for dtypes.
+        """
+        cache = self._cache()
+        y, cache = self._apply(x, cache, cache is not None, segment_ids, max_segments, padding_mask)
+        if cache is not None:
+            if self.use_short_conv:
+                self.cached_q.set_value(cache.q)
+                self.cached_k.set_value(cache.k)
+                self.cached_v.set_value(cache.v)
+            self.cached_state.set_value(cache.state)
+        return y
+
+    def extend(
+        self,
+        x: jax.Array,
+        cache: LayerCache | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
+        padding_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """The layer as a function of the past: what `__call__` does, cache in and cache out.
+
+        The sequences are one per row, N = B, or with `segment_ids` N = B * max_segments, row by
+        row; those that get no tokens keep their cache. The new state is aliased to the old one:
+        donate it, or XLA copies it first.
+
+        Args:
+          x, segment_ids, max_segments, padding_mask: as in `__call__`.
+          cache: of the N sequences. None: they begin here.
+
+        Returns:
+          (y, cache): the new cache has the dtypes of the old one; without one, a float32 state.
+        """
+        y, cache = self._apply(x, cache, True, segment_ids, max_segments, padding_mask)
+        assert cache is not None
+        return y, cache
+
+    def init_cache(
+        self,
+        batch_size: int,
+        *,
+        state_dtype: Dtype = jnp.float32,
+        batch_axis: str | None = None,
+    ) -> None:
+        """Gives the layer an empty cache of `batch_size` sequences, as `nnx.Cache` variables.
+
+        From then on every call continues these sequences. `nnx.pop(layer, nnx.Cache)` takes the
+        cache away.
+
+        Args:
+          batch_size: sequences; with `segment_ids`, B * max_segments.
+          state_dtype: float32 or bfloat16, of the recurrent state.
+          batch_axis: the batch's name in the cache's sharding metadata.
+        """
+        empty = self.empty_cache(batch_size, state_dtype=state_dtype)
+
+        def variable(value, axes):
+            return nnx.Cache(_partitioned(lambda: value, axes)())
+
+        if self.use_short_conv:
+            axes = (batch_axis, None, self.heads_axis)
+            self.cached_q = variable(empty.q, axes)
+            self.cached_k = variable(empty.k, axes)
+            self.cached_v = variable(empty.v, axes)
+        self.cached_state = variable(empty.state, (batch_axis, self.heads_axis, None, None))
+
+    def empty_cache(self, batch_size: int, *, state_dtype: Dtype = jnp.float32) -> LayerCache:
+        """The cache of sequences without tokens, for `extend`."""
+        HV, V, K = self.num_v_heads, self.head_v_dim, self.head_dim
+        conv_dtype = self.dtype or jnp.float32  # holds every input of the convolutions exactly
+        convolution = lambda channels: (
+            jnp.zeros((batch_size, self.conv_size - 1, channels), conv_dtype)
+            if self.use_short_conv
+            else None
+        )
+        return LayerCache(
+            q=convolution(self.num_heads * K),
+            k=convolution(self.num_heads * K),
+            v=convolution(HV * V),
+            state=jnp.zeros((batch_size, HV, V, K), state_dtype),
+        )
+
+    def _cache(self) -> LayerCache | None:
+        if not hasattr(self, "cached_state"):
+            return None
+        state = self.cached_state[...]
+        if not self.use_short_conv:
+            return LayerCache(None, None, None, state)
+        return LayerCache(self.cached_q[...], self.cached_k[...], self.cached_v[...], state)
+
+    def _apply(self, x, cache, output_cache, segment_ids, max_segments, padding_mask):
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"`x` must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}]; "
+                f"got [{', '.join(map(str, x.shape))}]"
+            )
+        B, T, _ = x.shape
+        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
+        packing = position = None
+        if padding_mask is not None:
+            if segment_ids is not None:
+                raise ValueError(
+                    "`padding_mask` must be None when segment_ids is given (id 0 is padding); "
+                    "got both"
+                )
+            x, position, packing = _without_padding(x, padding_mask)
+        elif segment_ids is not None:
+            x, packing = _packed(x, segment_ids, max_segments)
+
+        def heads(u, convolution, past, number):
+            y = u.astype(jnp.float32)
+            if self.use_short_conv:
+                y, past = convolution(u, past, packing, output_cache)
+            return jax.nn.silu(y).astype(u.dtype).reshape(B, T, number, -1), past
+
+        past = cache or LayerCache(None, None, None, None)
+        q, q_past = heads(self.q_proj(x), self.q_conv1d, past.q, H)
+        k, k_past = heads(self.k_proj(x), self.k_conv1d, past.k, H)
+        v, v_past = heads(self.v_proj(x), self.v_conv1d, past.v, HV)
+        if self.f_rank is None:
+            g = self.f_proj(x)
+        else:
+            g = self.f_b_proj(self.f_a_proj(x))
+        options = {
+            "A_log": self.A_log[...],
+            "dt_bias": self.dt_bias[...],
+            "lower_bound": self.lower_bound,
+            "segment_ids": None if packing is None else packing.segment_ids,
+            "max_segments": None if packing is None else packing.spans.shape[1],
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "implementation": self.implementation,
+        }
+        o, state = api.chunk_kda(
+            q,
+            k,
+            v,
+            g.reshape(B, T, HV, K),
+            self.b_proj(x),
+            initial_state=past.state,
+            output_final_state=output_cache,
+            **options,
+        )
+
+        if self.g_rank is None:
+            z = self.g_proj(x)
+        else:
+            z = self.g_b_proj(self.g_a_proj(x))
+        gate = jax.nn.sigmoid(z.astype(jnp.float32)).reshape(B, T, HV, V)
+        o = (self.o_norm(o) * gate).astype(z.dtype)
+        y = self.o_proj(o.reshape(B, T, HV * V))
+        if position is not None:
+            y = jnp.take_along_axis(y, position[..., None], axis=1, mode="fill", fill_value=0)
+        return y, LayerCache(q_past, k_past, v_past, state) if output_cache else None
+
+
+class ShortConvolution(nnx.Module):
+    """Depthwise causal convolution in float32: `y[t] = sum over w of kernel[w] u[t - (W-1) + w]`.
+
+    Taps never reach beyond the beginning of a sequence, except into its past, if that is given.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        *,
+        use_bias: bool = False,
+        kernel_init: Initializer = nnx.initializers.normal(0.02),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, channels), jnp.float32))
+        self.bias: nnx.Param | None = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), (channels,), jnp.float32))
+
+    def __call__(
+        self,
+        u: jax.Array,
+        past: jax.Array | None = None,
+        packing: "_Packing | None" = None,
+        output_past: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """u [B, T, C] and the past of it [N, W - 1, C] give float32 [B, T, C] and the new past."""
+        B, T, C = u.shape
+        kernel = self.kernel[...][:, None, None, :]
+        W = kernel.shape[0]
+        if packing is None:
+            before = jnp.zeros((B, W - 1, C), u.dtype) if past is None else past.astype(u.dtype)
+            inputs = jnp.concatenate([before, u], axis=1)
+            tap = lambda lag: inputs[:, W - 1 - lag :][:, :T]
+            new_past = inputs[:, T:]
+        else:
+            tap = lambda lag: _packed_tap(u, past, packing, lag)
+            new_past = _packed_past(u, past, packing, W - 1) if output_past else None
+
+        y = jnp.zeros((B, T, C), jnp.float32)
+        for lag in reversed(range(W)):
+            y = y + kernel[W - 1 - lag] * tap(lag).astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[...][None, None, :]
+        if not output_past:
+            return y, None
+        return y, new_past.astype(u.dtype if past is None else past.dtype)
+
+
+class _Packing(NamedTuple):
+    """Where the M sequences of each row lie."""
+
+    segment_ids: jax.Array  # [B, T]  0: no sequence
+    spans: jax.Array  # [B, M, 2]     where a sequence begins and ends
+    since: jax.Array  # [B, T]        tokens since the beginning of the sequence
+    sequence: jax.Array  # [B, T]     which sequence of the row it is
+
+
+def _packed(x, segment_ids, max_segments):
+    """x with zeros at padding, and its packing."""
+    B, T, _ = x.shape
+    spans, _ = validate._offsets(None, segment_ids, max_segments, B, T)
+    segment_ids = jnp.asarray(segment_ids)
+    t = jnp.arange(T, dtype=jnp.int32)[None, :]
+    change = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[:, :T]
+    begin = jax.lax.cummax(jnp.where(change, t, 0), axis=1)
+    first = (t == begin) & (segment_ids != 0)
+    sequence = jnp.cumsum(first, axis=1, dtype=jnp.int32) - 1
+    x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
+    return x, _Packing(segment_ids, spans, t - begin, sequence)
+
+
+def _without_padding(x, mask):
+    """x with its padding moved to the end, as zeros; where each token went; the packing."""
+    B, T, _ = x.shape
+    mask = jnp.asarray(mask)
+    if mask.shape != (B, T):
+        raise ValueError(
+            f"`padding_mask` must have shape [B, T] = [{B}, {T}]; "
+            f"got [{', '.join(map(str, mask.shape))}]"
+        )
+    if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"`padding_mask` must have dtype bool or an integer one; got {mask.dtype}")
+    mask = mask != 0
+    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+    length = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
+    t = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    token = jax.vmap(lambda row: jnp.nonzero(row, size=T, fill_value=T)[0])(mask)
+    x = jnp.take_along_axis(x, token[..., None], axis=1, mode="fill", fill_value=0)
+    spans = jnp.stack([jnp.zeros_like(length), length], axis=-1)
+    packing = _Packing((t < length).astype(jnp.int32), spans, t, jnp.zeros_like(t))
+    return x, jnp.where(mask, count - 1, T), packing
+
+
+def _packed_tap(u, past, packing, lag):
+    """What a tap sees: the input `lag` tokens earlier in the same sequence."""
+    if lag == 0:
+        return u
+    B, T, C = u.shape
+    earlier = jnp.pad(u, ((0, 0), (lag, 0), (0, 0)))[:, :T]
+    if past is None:
+        before = jnp.zeros_like(u)
+    else:
+        W1 = past.shape[1]
+        index = packing.sequence * W1 + W1 - lag + packing.since
+        past = past.reshape(B, -1, C).astype(u.dtype)
+        before = jnp.take_along_axis(past, index[..., None], axis=1, mode="fill", fill_value=0)
+    return jnp.where((packing.since >= lag)[..., None], earlier, before)
+
+
+def _packed_past(u, past, packing, W1):
+    """The last W1 inputs of every sequence [N, W1, C]."""
+    B, T, C = u.shape
+    begin, end = packing.spans[..., :1], packing.spans[..., 1:]
+    j = jnp.arange(W1, dtype=jnp.int32)
+    token = end - W1 + j  # [B, M, W1]
+    inside = token >= begin
+    index = jnp.where(inside, token, T).reshape(B, -1, 1)
+    recent = jnp.take_along_axis(u, index, axis=1, mode="fill", fill_value=0)
+    recent = recent.reshape(-1, W1, C)
+    if past is None:
+        return recent
+    shifted = (j + end - begin).reshape(-1, W1, 1)
+    kept = jnp.take_along_axis(past, shifted, axis=1, mode="fill", fill_value=0)
+    return jnp.where(inside.reshape(-1, W1, 1), recent.astype(past.dtype), kept)
+
+
+def _partitioned(init, axes: Sequence[str | None]):
+    return init if all(axis is None for axis in axes) else nnx.with_partitioning(init, tuple(axes))
+
+
+def _log_uniform_slope(key, shape, dtype):
+    return jnp.log(jax.random.uniform(key, shape, dtype, minval=1.0, maxval=16.0))
+
+
+def _inverse_softplus_step(key, shape, dtype):
+    """softplus of it is log-uniform in [1e-3, 1e-1]."""
+    low, high = jnp.log(1e-3), jnp.log(1e-1)
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, minval=low, maxval=high))
+    return step + jnp.log(-jnp.expm1(-step))
