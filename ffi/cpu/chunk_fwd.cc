@@ -16,6 +16,7 @@
 #include "ffi/common/check.h"
 #include "ffi/cpu/denormals.h"
 #include "ffi/cpu/sequences.h"
+#include "ffi/cpu/states.h"
 #include "ffi/cpu/vec.h"
 
 namespace jax_kda::cpu {
@@ -46,28 +47,6 @@ class Buffers {
   std::unique_ptr<float, FreeFloats> data_;
 };
 
-int64_t StateBytes(const FwdParams& p) {
-  return p.V * p.K * (p.state_dtype == DType::kBF16 ? 2 : 4);
-}
-
-std::byte* FinalState(const FwdParams& p, int64_t state) {
-  return static_cast<std::byte*>(p.final_state) + state * StateBytes(p);
-}
-
-const std::byte* InitialState(const FwdParams& p, int64_t state) {
-  return static_cast<const std::byte*>(p.initial_state) + state * StateBytes(p);
-}
-
-// An empty sequence hands its state on bit by bit. The two may be the same memory.
-void CopyState(const FwdParams& p, int64_t state) {
-  if (p.final_state == nullptr) return;
-  if (p.initial_state == nullptr) {
-    std::memset(FinalState(p, state), 0, StateBytes(p));
-  } else {
-    std::memmove(FinalState(p, state), InitialState(p, state), StateBytes(p));
-  }
-}
-
 class Forward {
  public:
   Forward(const FwdParams& p, const ChunkKernel& kernel, const Executor& executor)
@@ -79,7 +58,8 @@ class Forward {
         strip_size_(kernel.state_rows(p) * kernel.strip) {}
 
   void Run() {
-    ZeroGaps();
+    CopyPool(p_, executor_);
+    ZeroGaps(p_);
     std::vector<Chain> chains = MakeChains(p_);
     int64_t chunks = 0;
     for (const Chain& chain : chains) chunks += chain.chunks();
@@ -91,27 +71,6 @@ class Forward {
   }
 
  private:
-  // Tokens of no sequence get o = 0.
-  void ZeroGaps() const {
-    if (p_.offsets_step == 0) return;
-    for (int64_t b = 0; b < p_.B; ++b) {
-      int64_t last = 0;
-      for (int64_t m = 0; m < p_.M; ++m) {
-        const Sequence s = SequenceAt(p_, b, m);
-        ZeroTokens(b, last, s.begin);
-        last = s.end;
-      }
-      ZeroTokens(b, last, p_.T);
-    }
-  }
-
-  void ZeroTokens(int64_t b, int64_t begin, int64_t end) const {
-    if (begin >= end) return;
-    const int64_t token_bytes = p_.HV * p_.V * (p_.dtype == DType::kBF16 ? 2 : 4);
-    std::memset(static_cast<std::byte*>(p_.o) + (b * p_.T + begin) * token_bytes, 0,
-                (end - begin) * token_bytes);
-  }
-
   ChunkTokens Tokens(const Chain& chain, int64_t chunk) const {
     const int64_t token = chain.begin + chunk * kChunk;
     return {chain.b, chain.hv, token, std::min<int64_t>(kChunk, chain.end - token)};
@@ -138,7 +97,7 @@ class Forward {
       for (int64_t n = 0; n < std::max<int64_t>(chains[first].chunks(), 1); ++n) {
         for (int64_t c = first; c < last; ++c) {
           const Chain& chain = chains[c];
-          if (n == 0 && chain.chunks() == 0) CopyState(p_, chain.state);
+          if (n == 0 && chain.chunks() == 0) CopyState(p_, chain.read, chain.write);
           if (n >= chain.chunks()) continue;
           const int64_t state = (worker * group + c - first) * strips_;
           const ChunkTokens x = Tokens(chain, n);
@@ -147,7 +106,7 @@ class Forward {
             float* S = states[state + s];
             if (n == 0) LoadState(chain, s, S);
             kernel_.scan(p_, x, prepared[worker], s * kernel_.strip, S, scan_scratch[worker]);
-            if (n + 1 == chain.chunks()) StoreState(chain, s, S);
+            StoreStates(chain, n, s, S);
           }
         }
       }
@@ -186,8 +145,8 @@ class Forward {
         for (int64_t n = first; n < last; ++n) {
           kernel_.scan(p_, Tokens(chain, n), prepared[c * window + n - first], s * kernel_.strip,
                        states[item], scan_scratch[worker]);
+          StoreStates(chain, n, s, states[item]);
         }
-        if (last == chain.chunks()) StoreState(chain, s, states[item]);
       });
     }
   }
@@ -195,7 +154,7 @@ class Forward {
   // Strip `s` of [V, K] in memory <-> [state_rows, strip] of the kernel, zero beyond K and V.
   void LoadState(const Chain& chain, int64_t s, float* S) const {
     std::memset(S, 0, strip_size_ * sizeof(float));
-    if (p_.initial_state == nullptr) return;
+    if (chain.read == kNoSlot) return;
     if (p_.state_dtype == DType::kBF16) {
       LoadState<BF16>(chain, s, S);
     } else {
@@ -205,7 +164,7 @@ class Forward {
 
   template <class T>
   void LoadState(const Chain& chain, int64_t s, float* S) const {
-    const T* from = reinterpret_cast<const T*>(InitialState(p_, chain.state));
+    const T* from = reinterpret_cast<const T*>(InitialState(p_, chain.read));
     const int64_t begin = s * kernel_.strip;
     const int64_t end = std::min(begin + kernel_.strip, p_.V);
     for (int64_t v = begin; v < end; ++v) {
@@ -215,18 +174,26 @@ class Forward {
     }
   }
 
-  void StoreState(const Chain& chain, int64_t s, const float* S) const {
-    if (p_.final_state == nullptr) return;
+  // What is kept of strip `s` after chunk n.
+  void StoreStates(const Chain& chain, int64_t n, int64_t s, const float* S) const {
+    if ((n + 1) * kChunk <= chain.end - chain.begin) {
+      StoreState(HeadState(p_, CheckpointSlot(p_, chain.n, n), chain.hv), s, S);
+    }
+    if (n + 1 == chain.chunks()) StoreState(chain.write, s, S);
+  }
+
+  void StoreState(int64_t state, int64_t s, const float* S) const {
+    if (state == kNoSlot) return;
     if (p_.state_dtype == DType::kBF16) {
-      StoreState<BF16>(chain, s, S);
+      StoreState<BF16>(state, s, S);
     } else {
-      StoreState<float>(chain, s, S);
+      StoreState<float>(state, s, S);
     }
   }
 
   template <class T>
-  void StoreState(const Chain& chain, int64_t s, const float* S) const {
-    T* to = reinterpret_cast<T*>(FinalState(p_, chain.state));
+  void StoreState(int64_t state, int64_t s, const float* S) const {
+    T* to = reinterpret_cast<T*>(FinalState(p_, state));
     const int64_t begin = s * kernel_.strip;
     const int64_t end = std::min(begin + kernel_.strip, p_.V);
     for (int64_t v = begin; v < end; ++v) {

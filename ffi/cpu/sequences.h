@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <numeric>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "ffi/common/params.h"
+#include "ffi/cpu/states.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_kda::cpu {
@@ -68,24 +70,49 @@ inline ffi::Error CheckOffsets(const FwdParams& p) {
   return ffi::Error::Success();
 }
 
+inline void ZeroTokens(const FwdParams& p, int64_t b, int64_t begin, int64_t end) {
+  if (begin >= end) return;
+  const int64_t token_bytes = p.HV * p.V * (p.dtype == DType::kBF16 ? 2 : 4);
+  std::memset(static_cast<std::byte*>(p.o) + (b * p.T + begin) * token_bytes, 0,
+              (end - begin) * token_bytes);
+}
+
+// Tokens of no sequence, and those of padding, get o = 0.
+inline void ZeroGaps(const FwdParams& p) {
+  for (int64_t b = 0; b < p.B; ++b) {
+    int64_t last = 0;
+    for (int64_t m = 0; m < p.M; ++m) {
+      const Sequence s = SequenceAt(p, b, m);
+      ZeroTokens(p, b, last, SlotsOf(p, b * p.M + m).padding ? s.end : s.begin);
+      last = s.end;
+    }
+    ZeroTokens(p, b, last, p.T);
+  }
+}
+
 // The chunks of one sequence for one value head: a dependent chain through its state.
 struct Chain {
   int64_t b, hv;
-  int64_t begin, end;  // tokens of row b
-  int64_t state;       // index of [V, K] in the states
+  int64_t begin, end;   // tokens of row b
+  int64_t n;            // the sequence
+  int64_t read, write;  // indices of [V, K] in the states, or kNoSlot
 
   int64_t chunks() const { return (end - begin + kChunk - 1) / kChunk; }
 };
 
-// Longest first, so that no worker begins a long chain last.
+// None for padding. Longest first, so that no worker begins a long chain last.
 inline std::vector<Chain> MakeChains(const FwdParams& p) {
   std::vector<Chain> chains;
   chains.reserve(p.B * p.M * p.HV);
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t m = 0; m < p.M; ++m) {
+      const int64_t n = b * p.M + m;
       const Sequence s = SequenceAt(p, b, m);
+      const Slots slots = SlotsOf(p, n);
+      if (slots.padding) continue;
       for (int64_t hv = 0; hv < p.HV; ++hv) {
-        chains.push_back({b, hv, s.begin, s.end, (b * p.M + m) * p.HV + hv});
+        chains.push_back({b, hv, s.begin, s.end, n, HeadState(p, slots.read, hv),
+                          HeadState(p, slots.write, hv)});
       }
     }
   }

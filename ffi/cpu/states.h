@@ -1,0 +1,86 @@
+// Where the states of a sequence lie, in a pool or not, and the copies that need no kernel.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "ffi/common/params.h"
+#include "ffi/cpu/parallel.h"
+
+namespace jax_kda::cpu {
+
+inline constexpr int64_t kNoSlot = -1;
+
+// What sequence n = b M + m reads and writes: indices of [HV, V, K] in initial_state and
+// final_state. kNoSlot: zeros are read, or nothing is written.
+struct Slots {
+  int64_t read, write;
+  bool padding;
+};
+
+inline int64_t SlotOf(const FwdParams& p, int64_t n, int32_t index) {
+  if (index < 0 || index >= p.slots) return kNoSlot;
+  return n / (p.B * p.M / p.pools) * p.slots + index;
+}
+
+inline Slots SlotsOf(const FwdParams& p, int64_t n) {
+  const int64_t written = p.final_state == nullptr ? kNoSlot : n;
+  if (p.pools == 0) return {p.initial_state == nullptr ? kNoSlot : n, written, false};
+  const int64_t in = p.state_indices == nullptr ? kNoSlot : SlotOf(p, n, p.state_indices[n]);
+  const int64_t out =
+      p.output_state_indices == nullptr ? in : SlotOf(p, n, p.output_state_indices[n]);
+  const bool padding = (p.state_indices == nullptr ? out : in) == kNoSlot;
+  return {in, written == kNoSlot ? kNoSlot : out, padding};
+}
+
+// Where the state of sequence n after its first kChunk (j + 1) tokens is kept. Not for padding.
+inline int64_t CheckpointSlot(const FwdParams& p, int64_t n, int64_t j) {
+  if (p.checkpoint_indices == nullptr || p.final_state == nullptr) return kNoSlot;
+  return SlotOf(p, n, p.checkpoint_indices[n * (p.T / kChunk) + j]);
+}
+
+// ---- states of one head: [V, K], by their index in memory
+
+// Head hv of a slot.
+inline int64_t HeadState(const FwdParams& p, int64_t slot, int64_t hv) {
+  return slot == kNoSlot ? kNoSlot : slot * p.HV + hv;
+}
+
+inline int64_t StateBytes(const FwdParams& p) {
+  return p.V * p.K * (p.state_dtype == DType::kBF16 ? 2 : 4);
+}
+
+inline const std::byte* InitialState(const FwdParams& p, int64_t state) {
+  return static_cast<const std::byte*>(p.initial_state) + state * StateBytes(p);
+}
+
+inline std::byte* FinalState(const FwdParams& p, int64_t state) {
+  return static_cast<std::byte*>(p.final_state) + state * StateBytes(p);
+}
+
+// An empty sequence hands its state on bit by bit. The two may be the same memory.
+inline void CopyState(const FwdParams& p, int64_t read, int64_t write) {
+  if (write == kNoSlot) return;
+  if (read == kNoSlot) {
+    std::memset(FinalState(p, write), 0, StateBytes(p));
+  } else {
+    std::memmove(FinalState(p, write), InitialState(p, read), StateBytes(p));
+  }
+}
+
+// The slots that nobody writes: final_state begins as initial_state.
+inline void CopyPool(const FwdParams& p, const Executor& executor) {
+  if (p.pools == 0 || p.final_state == nullptr || p.final_state == p.initial_state) return;
+  constexpr int64_t kBlock = 1 << 20;
+  const int64_t bytes = p.pools * p.slots * p.HV * StateBytes(p);
+  ParallelFor(executor, (bytes + kBlock - 1) / kBlock, [&](int64_t item, int64_t) {
+    const int64_t begin = item * kBlock;
+    std::memcpy(static_cast<std::byte*>(p.final_state) + begin,
+                static_cast<const std::byte*>(p.initial_state) + begin,
+                std::min(kBlock, bytes - begin));
+  });
+}
+
+}  // namespace jax_kda::cpu
