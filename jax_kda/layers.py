@@ -16,10 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from . import api, validate
+from . import validate
+from .api import chunk_kda
 
 # Calls of at most this many tokens that continue sequences go through `recurrent_kda`.
 MAX_RECURRENT_LENGTH = 16
+KERNEL_INIT = nnx.initializers.normal(0.02)
+BIAS_INIT = nnx.initializers.zeros_init()
 
 
 class LayerCache(NamedTuple):
@@ -89,8 +92,8 @@ class KimiDeltaAttention(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
-        kernel_init: Initializer = nnx.initializers.normal(0.02),
-        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
         embed_axis: str | None = None,
         heads_axis: str | None = None,
         implementation: str | None = None,
@@ -315,10 +318,7 @@ class KimiDeltaAttention(nnx.Module):
         q, q_past = heads(self.q_proj(x), self.q_conv1d, past.q, H)
         k, k_past = heads(self.k_proj(x), self.k_conv1d, past.k, H)
         v, v_past = heads(self.v_proj(x), self.v_conv1d, past.v, HV)
-        if self.f_rank is None:
-            g = self.f_proj(x)
-        else:
-            g = self.f_b_proj(self.f_a_proj(x))
+        g = self.f_proj(x) if self.f_rank is None else self.f_b_proj(self.f_a_proj(x))
         options = {
             "A_log": self.A_log[...],
             "dt_bias": self.dt_bias[...],
@@ -331,7 +331,7 @@ class KimiDeltaAttention(nnx.Module):
             "allow_neg_eigval": self.allow_neg_eigval,
             "implementation": self.implementation,
         }
-        o, state = api.chunk_kda(
+        o, state = chunk_kda(
             q,
             k,
             v,
@@ -342,10 +342,7 @@ class KimiDeltaAttention(nnx.Module):
             **options,
         )
 
-        if self.g_rank is None:
-            z = self.g_proj(x)
-        else:
-            z = self.g_b_proj(self.g_a_proj(x))
+        z = self.g_proj(x) if self.g_rank is None else self.g_b_proj(self.g_a_proj(x))
         gate = jax.nn.sigmoid(z.astype(jnp.float32)).reshape(B, T, HV, V)
         o = (self.o_norm(o) * gate).astype(z.dtype)
         y = self.o_proj(o.reshape(B, T, HV * V))
@@ -366,8 +363,8 @@ class ShortConvolution(nnx.Module):
         width: int,
         *,
         use_bias: bool = False,
-        kernel_init: Initializer = nnx.initializers.normal(0.02),
-        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (width, channels), jnp.float32))
@@ -470,7 +467,7 @@ def _packed_past(u, past, packing, W1):
     """The last W1 inputs of every sequence [N, W1, C]."""
     B, T, C = u.shape
     begin, end = packing.spans[..., :1], packing.spans[..., 1:]
-    j = jnp.arange(W1, dtype=jnp.int32)
+    j = jnp.arange(W1, dtype=jnp.int32)[None, None, :]
     token = end - W1 + j  # [B, M, W1]
     inside = token >= begin
     index = jnp.where(inside, token, T).reshape(B, -1, 1)
