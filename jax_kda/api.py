@@ -23,6 +23,9 @@ def fwd(
     initial_state: ArrayLike | jax.Ref | None = None,
     final_state: ArrayLike | jax.Ref | None = None,
     cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    state_indices: ArrayLike | Sequence[int] | None = None,
+    output_state_indices: ArrayLike | Sequence[int] | None = None,
+    checkpoint_indices: ArrayLike | Sequence[Sequence[int]] | None = None,
 ) -> jax.Array | tuple[jax.Array | None, jax.Array | None] | None:
     """FlashKDA's call: gate, l2norm and sigmoid inside, written into buffers the caller gives.
 
@@ -61,6 +64,10 @@ def fwd(
       cu_seqlens: cumulative lengths [N + 1], int32 or int64, of N sequences packed into one row
         (B = 1); they start at 0 and never decrease. Tokens past the last one get 0. None: N = B
         sequences of T tokens.
+      state_indices, output_state_indices, checkpoint_indices: slots of a pool of states, as in
+        `chunk_kda`. The pool [slots, HV, V, K] is `initial_state`, and `final_state` is that same
+        array (or Ref), or None to only read it. With output_state_indices alone it may be
+        `final_state` alone.
 
     Returns:
       The output [B, T, HV, V], or (output, final states) when a `final_state` buffer is given.
@@ -70,8 +77,11 @@ def fwd(
         `lower_bound`. Malformed values in `cu_seqlens` are an error on the CPU and NaN results on
         the GPU.
     """
+    state_name = "initial_state"
+    if initial_state is None and state_indices is None and output_state_indices is not None:
+        initial_state, state_name = final_state, "final_state"
     in_place = final_state is not None and final_state is initial_state
-    operands, options = validate.chunk_kda(
+    operands, options = validate.call(
         q,
         k,
         v,
@@ -83,6 +93,9 @@ def fwd(
         scale=scale,
         initial_state=_read(initial_state),
         output_final_state=final_state is not None,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        checkpoint_indices=checkpoint_indices,
         cu_seqlens=cu_seqlens,
         segment_ids=None,
         max_segments=None,
@@ -91,12 +104,13 @@ def fwd(
         use_beta_sigmoid_in_kernel=True,
         allow_neg_eigval=False,
         implementation=None,
+        state_name=state_name,
     )
     out_buffer, state_buffer = validate.buffers(
         operands, _read(out), None if in_place else _read(final_state)
     )
-    config = primitive.Config(**options, implementation=None)
-    o, S = primitive.chunk_fwd(config, *operands, out=out_buffer, final_state=state_buffer)
+    config = primitive.Config("chunk", state_name, **options, implementation=None)
+    o, S = primitive.fwd(config, *operands, out=out_buffer, final_state=state_buffer)
     o = _write(out, o)
     return o if final_state is None else (o, _write(final_state, S))
 
@@ -114,6 +128,9 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: ArrayLike | None = None,
     output_final_state: bool = False,
+    state_indices: ArrayLike | Sequence[int] | None = None,
+    output_state_indices: ArrayLike | Sequence[int] | None = None,
+    checkpoint_indices: ArrayLike | Sequence[Sequence[int]] | None = None,
     cu_seqlens: ArrayLike | Sequence[int] | None = None,
     segment_ids: ArrayLike | None = None,
     max_segments: int | None = None,
@@ -146,9 +163,16 @@ def chunk_kda(
         `use_gate_in_kernel`.
       scale: multiplies q, after its normalisation if any; a Python float. None: K ** -0.5.
       initial_state: states to start from [N, HV, V, K], float32 or bfloat16. None: zeros. When the
-        states are
-        returned it is aliased to them: donate it, or XLA copies it first.
+        states are returned it is aliased to them: donate it, or XLA copies it first.
       output_final_state: whether to return the states at the end.
+      state_indices: slots of the pool that initial_state then is, [slots, HV, V, K], int32 or int64
+        [N]: sequence n starts from slot state_indices[n]. A negative index, or one past the end, is
+        no slot and marks padding: the sequence's tokens get o = 0 and it writes nothing.
+      output_state_indices: slots for the states at the end [N]. None: where they came from. Without
+        state_indices, sequences start from zeros, and these mark padding. A sequence that is not
+        padding writes nothing where this is no slot.
+      checkpoint_indices: slots for the states after 64 (j + 1) tokens of a sequence, [N, T // 64];
+        where one is no slot, or the sequence is shorter, nothing is written.
       cu_seqlens: cumulative lengths [N + 1], int32 or int64, of N sequences packed into one row (B
         = 1); they start at 0 and never decrease. Tokens past the last one get o = 0.
       segment_ids: integers [B, T], instead of cu_seqlens: a sequence begins wherever the id
@@ -166,14 +190,18 @@ def chunk_kda(
 
     Returns:
       (o, final_state): o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] in initial_state's
-      dtype, float32 when there is none, or None without `output_final_state`.
+      dtype, float32 when there is none, or None without `output_final_state`. With indices it is
+      the whole pool: all slots that are not written keep every bit. Where a slot is written twice,
+      or written by one sequence and read by another, what it holds is undefined.
 
     Raises:
       ValueError: for shapes and values; TypeError: for dtypes and for traced options. Malformed
         values in `cu_seqlens` are an error on the CPU and NaN results on the GPU.
+      NotImplementedError: under `jax.vmap` where the pool is not mapped, and where its axis of
+        slots is sharded (outside of `jax.shard_map`).
     """
     validate.implementation(implementation)
-    operands, options = validate.chunk_kda(
+    operands, options = validate.call(
         q,
         k,
         v,
@@ -185,6 +213,9 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        checkpoint_indices=checkpoint_indices,
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         max_segments=max_segments,
@@ -194,8 +225,86 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval,
         implementation=implementation,
     )
-    config = primitive.Config(**options, implementation=implementation)
-    return primitive.chunk_fwd(config, *operands)
+    config = primitive.Config("chunk", "initial_state", **options, implementation=implementation)
+    return primitive.fwd(config, *operands)
+
+
+def recurrent_kda(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    state: ArrayLike | None = None,
+    *,
+    state_indices: ArrayLike | Sequence[int] | None = None,
+    output_state_indices: ArrayLike | Sequence[int] | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Decoding: `chunk_kda` over one or a few tokens a sequence, the states updated in place.
+
+        o, state = recurrent_kda(q, k, v, g, beta, state)                      # a state a row
+        o, pool = recurrent_kda(q, k, v, g, beta, pool, state_indices=slots)   # a slot a row
+
+    Each state is read once and written once. Under jit with `state` donated, or as the carry of a
+    loop, it never moves; not donated, XLA copies it first and the caller's array keeps its values.
+
+    Args:
+      q, k, v, g, beta: as for `chunk_kda`, with T from 0 to 16 (any T where sequences are packed).
+      state: states before these tokens [N, HV, V, K], float32 or bfloat16; with indices a pool
+        [slots, HV, V, K]. None: zeros. A bfloat16 state is rounded after every call, and a decay
+        closer to 1 than 2⁻⁹ is then lost: keep float32 for long texts.
+      state_indices, output_state_indices: slots of the pool, int32 or int64 [N], as for
+        `chunk_kda`. A negative index, or one past the end, marks a row of padding.
+      A_log, dt_bias, lower_bound, scale, cu_seqlens, segment_ids, max_segments,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        implementation: as for `chunk_kda`.
+
+    Returns:
+      (o, state): o [B, T, HV, V] in v's dtype; the states after these tokens, or the whole pool, in
+      state's shape and dtype: float32 [N, HV, V, K] when there is none.
+
+    Raises:
+      As `chunk_kda`.
+    """
+    validate.implementation(implementation)
+    operands, options = validate.recurrent_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        implementation=implementation,
+    )
+    config = primitive.Config("recurrent", "state", **options, implementation=implementation)
+    o, final_state = primitive.fwd(config, *operands)
+    assert final_state is not None
+    return o, final_state
 
 
 def _read(x):

@@ -1,12 +1,13 @@
-"""How JAX runs the op: XLA FFI calls into the compiled kernels, and what transforms do with them.
+"""How JAX runs the ops: XLA FFI calls into the compiled kernels, and what transforms do with them.
 
-One target name on both platforms, `kda_chunk_fwd`. The layers of `chunk_fwd`, outermost first:
+`kda_chunk_fwd` and `kda_recurrent_fwd` are one function of the same operands, by two kernels, each
+under one target name on both platforms. The layers of `fwd`, outermost first:
 
     jit                  eager calls are partitioned too; one trace per shape and `Signature`
     auto_axes, pcast     inside, explicit mesh axes are automatic and all operands vary alike
     custom_vjp           the gradient is the reference's
     custom_vmap          vmap prepends an axis, nothing else
-    custom_partitioning  rows and heads shard, everything else is whole
+    custom_partitioning  rows and heads shard, with a pool heads alone; everything else is whole
     platform_dependent   the kernel where there is one, else the reference; chosen at lowering
     ffi_call             out and state are aliased operands: a donated buffer is written in place
 
@@ -36,7 +37,7 @@ from . import reference
 # ---- The compiled modules ----------------------------------------------------------------------
 
 # For jax.export: DisabledSafetyCheck.custom_call(target) for each of these.
-FFI_TARGETS = ("kda_chunk_fwd",)
+FFI_TARGETS = ("kda_chunk_fwd", "kda_recurrent_fwd")
 
 
 def _load(name: str, platform: str) -> ModuleType | None:
@@ -62,6 +63,7 @@ def _load(name: str, platform: str) -> ModuleType | None:
 
 _cpu = _load("_cpu", "cpu")
 _cuda = _load("_cuda", "CUDA")
+_built = {p: set(m.handlers()) for p, m in (("cpu", _cpu), ("cuda", _cuda)) if m is not None}
 if _cpu is None:
     raise ImportError(
         f"jax_kda in {Path(__file__).parent} is not compiled: run `pip install -e .` in its clone, "
@@ -77,26 +79,32 @@ def handlers() -> dict[str, dict[str, list[str]]]:
     handler supports. Starts JAX's backends.
     """
 
-    def device_kinds(platform: str) -> list[str]:
+    def runs_on(target: str, device: Any) -> bool:
+        if device.platform == "cpu":
+            return True
+        major, minor = map(int, device.compute_capability.split("."))
+        return (major, minor) == (9, 0) if target == "kda_chunk_fwd" else major >= 8
+
+    def device_kinds(target: str, platform: str) -> list[str]:
         try:
             devices = jax.local_devices(backend=platform)
         except RuntimeError:  # JAX has no such backend here
             return []
-        runs = (d for d in devices if platform == "cpu" or d.compute_capability == "9.0")
-        return sorted({d.device_kind for d in runs})
+        return sorted({d.device_kind for d in devices if runs_on(target, d)})
 
-    modules = {"cpu": _cpu, "cuda": _cuda}
-    built = {platform: module.handlers() for platform, module in modules.items() if module}
-    return {t: {p: device_kinds(p) for p in built if t in built[p]} for t in FFI_TARGETS}
+    return {t: {p: device_kinds(t, p) for p in _built if t in _built[p]} for t in FFI_TARGETS}
 
 
-def cuda_supports(dtype: Any, K: int, V: int) -> bool:
-    """Whether the CUDA handler runs q, k, v of this dtype and these head sizes."""
-    return bool(dtype == jnp.bfloat16 and K == 128 and V == 128)
+def cuda_supports(op: str, dtype: Any, K: int, V: int) -> bool:
+    """Whether the CUDA handler of "chunk" or "recurrent" runs q, k, v of this dtype and these head
+    sizes."""
+    if op == "chunk":
+        return bool(dtype == jnp.bfloat16 and K == 128 and V == 128)
+    return dtype in (jnp.bfloat16, jnp.float32) and K in (64, 128, 256) and 1 <= V <= 256
 
 
 def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> Any:
-    """ChunkFwdWorkspaceBytes of the CUDA handler, on symbolic dimensions too."""
+    """ChunkFwdWorkspaceBytes of kda_chunk_fwd on CUDA, on symbolic dimensions too."""
     C, K = 64, 128
     NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
@@ -109,6 +117,8 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
 class Config(NamedTuple):
     """The static options of a call."""
 
+    op: str  # "chunk" or "recurrent"
+    state_name: str  # what its caller calls `initial_state`
     scale: float
     lower_bound: float | None
     gate: str  # "activated", "softplus" or "lower_bound"
@@ -116,6 +126,10 @@ class Config(NamedTuple):
     l2norm: bool
     output_final_state: bool
     implementation: str | None  # None, "ffi" or "reference"
+
+    @property
+    def target(self) -> str:
+        return f"kda_{self.op}_fwd"
 
 
 class Signature(NamedTuple):
@@ -125,12 +139,18 @@ class Signature(NamedTuple):
     names: tuple[str, ...]  # of the operands, in the order of the FFI call
     offsets_step: int  # 0: no offsets, 1: [..., M + 1], 2: [..., M, 2]; under vmap ranks can't tell
 
+    @property
+    def pooled(self) -> bool:
+        """Whether `initial_state` is a pool [..., slots, HV, V, K]."""
+        return not _INDICES.isdisjoint(self.names)
+
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.names, operands, strict=True))
 
 
 # Written and never read. They are operands so that results can be aliased to them.
 _BUFFERS = ("out", "final_state")
+_INDICES = {"state_indices", "output_state_indices", "checkpoint_indices"}
 _GATES = {"activated": 0, "softplus": 1, "lower_bound": 2}
 _BETA_MODES = {"probability": 0, "sigmoid": 1, "two_sigmoid": 2}
 
@@ -188,18 +208,23 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
         aliases[max(map(sig.names.index, state))] = 1
     workspace = ()
-    if platform == "cuda":  # a result that XLA plans: handlers can't allocate inside a CUDA graph
+    if (sig.config.op, platform) == (
+        "chunk",
+        "cuda",
+    ):  # a result that XLA plans: handlers can't allocate inside a CUDA graph
         *rows, T, HV, _ = x["v"].shape
         packed = sig.offsets_step != 0
         nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
         workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
-    call = jax.ffi.ffi_call("kda_chunk_fwd", (*results, *workspace), input_output_aliases=aliases)
+    types = (*results, *workspace)
+    call = jax.ffi.ffi_call(sig.config.target, types, input_output_aliases=aliases)
     return tuple(call(*operands, **_attributes(sig)))[: len(results)]
 
 
 def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     options = sig.config._asdict()
-    del options["implementation"]
+    for name in ("op", "state_name", "implementation"):
+        del options[name]
     inputs = {name: value for name, value in x.items() if name not in _BUFFERS}
     o, state = reference.chunk_fwd(**inputs, **options)
     if state is None:
@@ -215,8 +240,10 @@ def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
     }
     if sig.config.implementation == "ffi":
         return jax.lax.platform_dependent(*operands, **kernels)
-    if _cuda is None or not cuda_supports(x["q"].dtype, x["q"].shape[-1], x["v"].shape[-1]):
+    K, V = x["q"].shape[-1], x["v"].shape[-1]
+    if not cuda_supports(sig.config.op, x["q"].dtype, K, V):
         del kernels["cuda"]
+    kernels = {p: f for p, f in kernels.items() if sig.config.target in _built.get(p, ())}
     plain = lambda *operands: _reference(sig, sig.named(operands))
     return jax.lax.platform_dependent(*operands, default=plain, **kernels)
 
@@ -229,11 +256,12 @@ def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     rows = tuple(f"b{i}" for i in range(len(x["q"].shape) - 3))
     # A state has the sequences of all rows where tokens have the last of these axes.
     sequences = {0: rows, 1: (*rows[:-1], "n"), 2: (*rows[:-1], "bm")}[sig.offsets_step]
+    states = (*rows[:-1], "slots") if sig.pooled else sequences
 
     def gate_parameter(name: str, *own: str) -> tuple[str, ...]:
         return own if name not in x or len(x[name].shape) == len(own) else (*rows, *own)
 
-    q, v, state = (*rows, "t", "h", "k"), (*rows, "t", "hv", "v"), (*sequences, "hv", "v", "k")
+    q, v, state = (*rows, "t", "h", "k"), (*rows, "t", "hv", "v"), (*states, "hv", "v", "k")
     return dict(
         q=q,
         k=q,
@@ -244,6 +272,9 @@ def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         dt_bias=gate_parameter("dt_bias", "hv", "k"),
         offsets=(*rows[:-1], "n1") if sig.offsets_step == 1 else (*rows, "m", "pair"),
         initial_state=state,
+        state_indices=sequences,
+        output_state_indices=sequences,
+        checkpoint_indices=(*sequences, "checkpoint"),
         out=v,
         final_state=state,
         o=v,
@@ -274,7 +305,8 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     """Forces o's sharding of rows and heads on all, and everything else whole.
 
     Where an axis is left sharded that must not be, the numbers are wrong. Heads shard only into as
-    many parts as q's can: every device must see the true ratio of HV to H.
+    many parts as q's can: every device must see the true ratio of HV to H. All rows use one pool,
+    so that they are whole with one; and a pool is never gathered.
     """
     x = sig.named(operands)
     axes = _axes(sig, x)
@@ -287,6 +319,9 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
         return spec[axis] if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
     shards = dict(zip(rows, map(shard, rows, x["q"].shape), strict=False))
+    if sig.pooled:
+        _check_pool(sig, x["initial_state"])
+        shards[rows[-1]] = None
     shards["bm"] = shards[rows[-1]]  # row-major: some of the rows have all of their states
     shards["h"] = shards["hv"] = shard("hv", H)
     place = lambda name: NamedSharding(mesh, P(*map(shards.get, axes[name])))
@@ -298,11 +333,28 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     return mesh, call, tuple(map(place, _results(sig))), tuple(map(place, sig.names))
 
 
+def _check_pool(sig: Signature, pool: Any) -> None:
+    """An error where the slots of a pool are in several places, before XLA would gather them."""
+    spec = pool.sharding.spec
+    axis = len(pool.shape) - 4
+    if axis < len(spec) and spec[axis] is not None:
+        raise NotImplementedError(
+            f"`{sig.config.state_name}` must have its axis of slots on every device, or be used "
+            f"inside jax.shard_map, whose devices have pools of their own; got a pool of shape "
+            f"{list(pool.shape)} sharded as {spec}"
+        )
+
+
 # ---- Transforms ---------------------------------------------------------------------------------
 
 
 def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequence[jax.Array]):
     """Operands with one more leading axis, except gate parameters that all rows share."""
+    if sig.pooled and not sig.named(batched)["initial_state"]:
+        raise NotImplementedError(
+            f"`{sig.config.state_name}` must be mapped by jax.vmap where anything else is: every "
+            "call would return a pool of its own; batch `state_indices` instead"
+        )
     rows = operands[0].shape[batched[0] : -3]
 
     def prepend(name: str, a: jax.Array, is_batched: bool) -> jax.Array:
@@ -316,9 +368,9 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
 
 
 def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]):
-    """Cotangents of all operands, None for offsets and buffers."""
+    """Cotangents of all operands, None for offsets, indices and buffers."""
     inputs = dict(inputs)
-    fixed = {"offsets": inputs.pop("offsets")} if sig.offsets_step else {}
+    fixed = {name: inputs.pop(name) for name in ("offsets", *_INDICES) if name in inputs}
     _, vjp = jax.vjp(lambda inputs: _reference(sig, inputs | fixed), inputs)
     (gradient,) = vjp(cotangents)
     return tuple(map(gradient.get, sig.names))
@@ -331,6 +383,8 @@ def _in_plain_axes(sig: Signature, op: Callable, operands: Sequence[jax.Array]):
     and what op returns varies as much as any operand.
     """
     types = [jax.typeof(a) for a in operands]
+    if sig.pooled:
+        _check_pool(sig, sig.named(types)["initial_state"])
     varying = frozenset().union(*(t.manual_axis_type.varying for t in types))
     missing = [tuple(varying - t.manual_axis_type.varying) for t in types]
     operands = [
@@ -379,15 +433,16 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
 
     differentiable.defvjp(forward, functools.partial(_backward, sig))
 
-    def kda_chunk_fwd(*operands):
+    def run(*operands):
         plain = sig.config.implementation == "reference"
         op = (lambda *a: _reference(sig, sig.named(a))) if plain else differentiable
         return _in_plain_axes(sig, op, operands)
 
-    return jax.jit(kda_chunk_fwd)
+    run.__name__ = run.__qualname__ = sig.config.target  # in profiles, logs and XLA's modules
+    return jax.jit(run)
 
 
-def chunk_fwd(
+def fwd(
     config: Config,
     q: jax.Array,
     k: jax.Array,
@@ -398,10 +453,13 @@ def chunk_fwd(
     dt_bias: jax.Array | None = None,
     offsets: jax.Array | None = None,
     initial_state: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    output_state_indices: jax.Array | None = None,
+    checkpoint_indices: jax.Array | None = None,
     out: jax.Array | None = None,
     final_state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.chunk_fwd` on validated arguments, by the kernel where there is one.
+    """`reference.chunk_fwd` on validated arguments, by the op's kernel where there is one.
 
     o is written into `out`, and a returned state into `final_state` or else `initial_state`, where
     that array's memory is free for it: donated, or not used afterwards. Else XLA copies it first.
@@ -417,6 +475,9 @@ def chunk_fwd(
         dt_bias=dt_bias,
         offsets=offsets,
         initial_state=initial_state,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        checkpoint_indices=checkpoint_indices,
         out=out,
         final_state=final_state,
     )

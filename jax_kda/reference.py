@@ -21,8 +21,8 @@ from jax.typing import ArrayLike
 
 from . import validate
 
-# Tokens a chunk. The gradient stores the state at chunk borders and recomputes what is inside.
-CHUNK = 64
+# The gradient stores the state at chunk borders and recomputes what is inside.
+CHUNK = validate.CHUNK
 
 
 def kda_gate(
@@ -67,6 +67,9 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: ArrayLike | None = None,
     output_final_state: bool = False,
+    state_indices: ArrayLike | Sequence[int] | None = None,
+    output_state_indices: ArrayLike | Sequence[int] | None = None,
+    checkpoint_indices: ArrayLike | Sequence[Sequence[int]] | None = None,
     cu_seqlens: ArrayLike | Sequence[int] | None = None,
     segment_ids: ArrayLike | None = None,
     max_segments: int | None = None,
@@ -78,7 +81,7 @@ def chunk_kda(
 ) -> tuple[jax.Array, jax.Array | None]:
     """`jax_kda.chunk_kda` in plain JAX: the same, whatever the implementation asked for."""
     validate.implementation(implementation)
-    operands, options = validate.chunk_kda(
+    operands, options = validate.call(
         q,
         k,
         v,
@@ -90,6 +93,9 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        checkpoint_indices=checkpoint_indices,
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         max_segments=max_segments,
@@ -102,6 +108,58 @@ def chunk_kda(
     return chunk_fwd(*operands, **options)
 
 
+def recurrent_kda(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    state: ArrayLike | None = None,
+    *,
+    state_indices: ArrayLike | Sequence[int] | None = None,
+    output_state_indices: ArrayLike | Sequence[int] | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    implementation: str | None = "reference",
+) -> tuple[jax.Array, jax.Array]:
+    """`jax_kda.recurrent_kda` in plain JAX: the same, whatever the implementation asked for."""
+    validate.implementation(implementation)
+    operands, options = validate.recurrent_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        implementation="reference",
+    )
+    o, final_state = chunk_fwd(*operands, **options)
+    assert final_state is not None
+    return o, final_state
+
+
 def chunk_fwd(
     q: jax.Array,
     k: jax.Array,
@@ -112,6 +170,9 @@ def chunk_fwd(
     dt_bias: jax.Array | None = None,
     offsets: jax.Array | None = None,
     initial_state: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    output_state_indices: jax.Array | None = None,
+    checkpoint_indices: jax.Array | None = None,
     *,
     scale: float,
     lower_bound: float | None,
@@ -127,6 +188,45 @@ def chunk_fwd(
     may be left out when it is 1) or [..., M, 2] pairs of begin and end; None: a row is a sequence.
     In states, [..., N, HV, V, K], the axes before HV hold one state per row and sequence. A token
     in no sequence is never read and gets o = 0. A row with malformed offsets gets NaN.
+
+    With indices, [..., N], `initial_state` is a pool [..., slots, HV, V, K], and so is the state
+    that is returned. A sequence starts from slot `state_indices`, or zeros without them, and ends
+    in slot `output_state_indices`, or that same one; its state after 64 (j + 1) tokens goes to slot
+    `checkpoint_indices[..., n, j]`. Where the first index is no slot the sequence is padding: o = 0
+    and nothing is written. Where another one is no slot, that one state is not written.
+    """
+    options = scale, lower_bound, gate, beta_mode, l2norm, output_final_state
+    run = functools.partial(_sequences, q, k, v, g, beta, A_log, dt_bias, offsets)
+    first = output_state_indices if state_indices is None else state_indices
+    if first is None:
+        o, S, _ = run(initial_state, None, None, *options)
+        return o, S
+
+    pool = initial_state
+    assert pool is not None
+    take, put = _take, _put
+    for _ in pool.shape[:-4]:
+        take, put = jax.vmap(take), jax.vmap(put)
+    padding = (first < 0) | (first >= pool.shape[-4])
+    S0 = None if state_indices is None else take(pool, state_indices)
+    o, S, checkpoints = run(S0, padding, checkpoint_indices, *options)
+    if S is None:
+        return o, None
+    last = first if output_state_indices is None else output_state_indices
+    pool = put(pool, jnp.where(padding, -1, last), S)
+    if checkpoints is not None:
+        pool = put(pool, *checkpoints)
+    return o, pool
+
+
+def _sequences(
+    q, k, v, g, beta, A_log, dt_bias, offsets, initial_state, padding, checkpoint_indices,
+    scale, lower_bound, gate, beta_mode, l2norm, output_final_state,
+):  # fmt: skip
+    """o, the last states, and the slots and states of checkpoints, [..., n] and [..., n, HV, V, K].
+
+    `padding` [..., N]: sequences that are not run; their tokens get o = 0, their states are
+    anything.
     """
     *rows, T, _, K = q.shape
     HV, V = v.shape[-2:]
@@ -148,7 +248,7 @@ def chunk_fwd(
             beta = jax.nn.sigmoid(beta) * (2.0 if beta_mode == "two_sigmoid" else 1.0)
         return q, k, v, jnp.exp(g), beta
 
-    def scan(S, chunks, A_log, dt_bias, keep_states):
+    def scan(S, chunks, A_log, dt_bias, keep_states=False):
         """The last state; o [NT, C, HV, V]; if kept, the state after each chunk [NT, HV, V, K]."""
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -164,16 +264,19 @@ def chunk_fwd(
         S, (o, states) = jax.lax.scan(chunk, _varying_like(S, (chunks, A_log, dt_bias)), chunks)
         return S, o, states
 
-    def whole_row(tokens, A_log, dt_bias, spans, S0):
+    def whole_row(tokens, A_log, dt_bias, spans, S0, checkpoint_indices):
         S = jnp.zeros((HV, V, K), dtype) if S0 is None else S0[0].astype(dtype)
-        S, o, _ = scan(S, (*_split(tokens, T), None, None), A_log, dt_bias, keep_states=False)
-        return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype)
+        keep = checkpoint_indices is not None
+        chunks = (*_split(tokens, T, whole_chunks=keep), None, None)
+        S, o, states = scan(S, chunks, A_log, dt_bias, keep)
+        checkpoints = (checkpoint_indices[0], states[: T // CHUNK]) if keep else None
+        return o.reshape(-1, HV, V)[:T], S[None].astype(state_dtype), checkpoints
 
-    def packed_row(tokens, A_log, dt_bias, spans, S0):
+    def packed_row(tokens, A_log, dt_bias, spans, S0, checkpoint_indices):
         untouched = jnp.zeros((M, HV, V, K), state_dtype) if S0 is None else S0
         if T == 0:  # there is nothing to take chunks from
-            return tokens[2], untouched
-        table = _chunk_table(spans, T)
+            return tokens[2], untouched, None
+        table = _chunk_table(spans, T, whole_chunks=checkpoint_indices is not None)
         tokens = jax.tree.map(lambda x: _take(x, table.token), tokens)
         S_first = None if S0 is None else _take(S0, table.sequence)
         chunks = tokens, table.inside, table.first, S_first
@@ -181,24 +284,42 @@ def chunk_fwd(
         _, o, states = scan(S, chunks, A_log, dt_bias, keep_states=output_final_state)
         o = _take(o.reshape(-1, HV, V), table.place)
         if states is None:
-            return o, None
-        states = _take(states, table.last).astype(state_dtype)
-        return o, jnp.where(table.empty[:, None, None, None], untouched, states)
+            return o, None, None
+        S = _take(states, table.last).astype(state_dtype)
+        S = jnp.where(table.empty[:, None, None, None], untouched, S)
+        if checkpoint_indices is None:
+            return o, S, None
+        none = jnp.full_like(checkpoint_indices[:, :0], -1, shape=(M, 1))  # if there are no others
+        slots = jnp.concatenate([checkpoint_indices, none], axis=1)
+        slots = _take(slots, (table.sequence, table.number))
+        return o, S, (jnp.where(jnp.all(table.inside, axis=1), slots, -1), states)
 
     row = whole_row if offsets is None else packed_row
+    tokens = q, k, v, g, beta
     spans, malformed = (None, None) if offsets is None else _spans(offsets, rows, T)
     M = 1 if spans is None else spans.shape[-2]
+    if padding is not None:
+        padding = padding.reshape(*rows, M)
+        if spans is None:  # tokens of zeros read and write nothing
+            tokens = jax.tree.map(lambda x: _where_rows(padding[..., 0], 0, x), tokens)
+        else:
+            spans = jnp.where(padding[..., None], spans[..., :1], spans)
     S0 = None if initial_state is None else initial_state.reshape(*rows, M, HV, V, K)
+    if checkpoint_indices is not None:
+        checkpoint_indices = checkpoint_indices.reshape(*rows, M, checkpoint_indices.shape[-1])
+        checkpoint_indices = _where_rows(padding, -1, checkpoint_indices)
     for _ in rows:
-        row = jax.vmap(row, in_axes=(0, _row_axis(A_log, 1), _row_axis(dt_bias, 2), 0, 0))
-    o, S = row((q, k, v, g, beta), A_log, dt_bias, spans, S0)
+        parameters = _row_axis(A_log, 1), _row_axis(dt_bias, 2)
+        row = jax.vmap(row, in_axes=(0, *parameters, 0, 0, 0))
+    o, S, checkpoints = row(tokens, A_log, dt_bias, spans, S0, checkpoint_indices)
     if malformed is not None:
         o, S = jax.tree.map(lambda x: _where_rows(malformed, jnp.nan, x), (o, S))
     if S is None or not output_final_state:
-        return o, None
-    if initial_state is None:
-        return o, S.reshape(*rows[:-1], rows[-1] * M, HV, V, K)
-    return o, S.reshape(initial_state.shape)
+        return o, None, None
+    merge = lambda x: x.reshape(
+        *rows[:-1], rows[-1] * x.shape[len(rows)], *x.shape[len(rows) + 1 :]
+    )
+    return o, merge(S), jax.tree.map(merge, checkpoints)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -231,11 +352,14 @@ def _log_decay(x, A_log, dt_bias, lower_bound, dtype):
     return lower_bound * jax.nn.sigmoid(slope * x)
 
 
-def _split(tokens, T):
-    """One sequence in chunks: arrays [NT, C, ...], zeros beyond T; where tokens are [NT, C]."""
+def _split(tokens, T, whole_chunks):
+    """One sequence in chunks: arrays [NT, C, ...], zeros beyond T; where tokens are [NT, C].
+
+    Chunks are shorter than CHUNK where that leaves less to fill up, unless `whole_chunks`.
+    """
     NT = -(-T // CHUNK)
     C = CHUNK  # the only choice for a symbolic T
-    if isinstance(T, int):
+    if isinstance(T, int) and not whole_chunks:
         C = -(-T // max(NT, 1))
 
     def split(x):
@@ -252,16 +376,17 @@ class _Chunks(NamedTuple):
     inside: jax.Array  # [P, C]   whether there is one
     first: jax.Array  # [P]       whether a sequence begins here
     sequence: jax.Array  # [P]    which sequence it belongs to, M for chunks left over
+    number: jax.Array  # [P]      which of that sequence's chunks it is
     place: jax.Array  # [T]       where in [P C] a token of the row is, P C if it is in no sequence
     last: jax.Array  # [M]        the chunk a sequence ends in
     empty: jax.Array  # [M]       whether a sequence has no tokens
 
 
-def _chunk_table(spans, T):
+def _chunk_table(spans, T, whole_chunks):
     begin, end = spans[:, 0], spans[:, 1]
     M = begin.shape[0]
     C = CHUNK
-    if isinstance(T, int):  # short sequences get short chunks, so that P C <= 2 T
+    if isinstance(T, int) and not whole_chunks:  # short ones for short sequences: P C <= 2 T
         C = max(1, min(CHUNK, T // M))
     P = T // C + M
 
@@ -269,7 +394,8 @@ def _chunk_table(spans, T):
     start = jnp.concatenate([jnp.zeros_like(stop[:1]), stop[:-1]])
     p = jnp.arange(P, dtype=jnp.int32)
     sequence = _count_up_to(stop, P)
-    first_token = _take(begin, sequence) + C * (p - _take(start, sequence))
+    number = p - _take(start, sequence)
+    first_token = _take(begin, sequence) + C * number
     token = first_token[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
     inside = token < _take(end, sequence)[:, None]
 
@@ -279,8 +405,9 @@ def _chunk_table(spans, T):
     return _Chunks(
         token=jnp.where(inside, token, T),
         inside=inside,
-        first=p == _take(start, sequence),
+        first=number == 0,
         sequence=sequence,
+        number=number,
         place=jnp.where((owner < M) & (since >= 0), C * _take(start, owner) + since, P * C),
         last=stop - 1,
         empty=begin == end,
@@ -314,7 +441,13 @@ def _where_rows(condition, x, y):
 
 def _take(x, index):
     """x[index], and 0 where the index is out of bounds."""
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _put(pool, slots, states):
+    """The pool with states in slots of it; what would be out of bounds is dropped."""
+    states = states.astype(pool.dtype)
+    return pool.at[slots].set(states, mode="drop", wrap_negative_indices=False)
 
 
 def _row_axis(parameter, ndim):

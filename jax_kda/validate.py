@@ -15,12 +15,14 @@ import numpy as np
 from jax.core import Tracer
 
 MAX_HEAD_SIZE = 256  # of K and V; beyond it no platform has a kernel
-MAX_LENGTH = 2**31 - 1  # offsets are int32
+MAX_LENGTH = 2**31 - 1  # offsets and slots are int32
+MAX_STEPS = 16  # tokens a sequence of recurrent_kda
+CHUNK = 64  # tokens a chunk, on every platform, and from one checkpoint to the next
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, in the order that `reference.chunk_fwd` and `primitive.chunk_fwd`
-    take them."""
+    """The arrays of one call, in the order that `reference.chunk_fwd` and `primitive.fwd` take
+    them."""
 
     q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
@@ -30,10 +32,71 @@ class Operands(NamedTuple):
     A_log: jax.Array | None  # [HV]
     dt_bias: jax.Array | None  # [HV, K]
     offsets: jax.Array | None  # [N + 1] int32, or [B, M, 2] int32
-    initial_state: jax.Array | None  # [N, HV, V, K]
+    initial_state: jax.Array | None  # [N, HV, V, K]; with indices the pool [slots, HV, V, K]
+    state_indices: jax.Array | None  # [N] int32
+    output_state_indices: jax.Array | None  # [N] int32
+    checkpoint_indices: jax.Array | None  # [N, T // 64] int32
 
 
-def chunk_kda(
+def recurrent_kda(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    *,
+    state_indices,
+    output_state_indices,
+    A_log,
+    dt_bias,
+    lower_bound,
+    scale,
+    cu_seqlens,
+    segment_ids,
+    max_segments,
+    use_qk_l2norm_in_kernel,
+    use_gate_in_kernel,
+    use_beta_sigmoid_in_kernel,
+    allow_neg_eigval,
+    implementation,
+) -> tuple[Operands, dict[str, Any]]:
+    """Checks a call of `recurrent_kda`; returns its operands and its static options."""
+    operands, options = call(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        initial_state=state,
+        output_final_state=True,
+        state_indices=state_indices,
+        output_state_indices=output_state_indices,
+        checkpoint_indices=None,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        implementation=implementation,
+        state_name="state",
+    )
+    T = operands.q.shape[1]
+    if operands.offsets is None and isinstance(T, int) and T > MAX_STEPS:
+        raise ValueError(
+            f"`q` must have at most {MAX_STEPS} tokens T a sequence where none are packed "
+            f"(chunk_kda takes any number); got T = {T}"
+        )
+    return operands, options
+
+
+def call(
     q,
     k,
     v,
@@ -46,6 +109,9 @@ def chunk_kda(
     scale,
     initial_state,
     output_final_state,
+    state_indices,
+    output_state_indices,
+    checkpoint_indices,
     cu_seqlens,
     segment_ids,
     max_segments,
@@ -54,8 +120,10 @@ def chunk_kda(
     use_beta_sigmoid_in_kernel,
     allow_neg_eigval,
     implementation,
+    state_name="initial_state",
 ) -> tuple[Operands, dict[str, Any]]:
-    """Checks a call of `chunk_kda`; returns its operands and its static options."""
+    """Checks a call of any op, in the names of `chunk_kda`; returns its operands and its static
+    options. `state_name` is what the caller calls `initial_state`."""
     flags = {
         "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -122,10 +190,25 @@ def chunk_kda(
         gate = "activated"
 
     offsets, M = _offsets(cu_seqlens, segment_ids, max_segments, B, T)
+    indices = _indices(
+        state_indices, output_state_indices, checkpoint_indices, B * M, T, output_final_state
+    )
+    pooled = any(index is not None for index in indices)
+    if pooled and initial_state is None:
+        raise ValueError(
+            f"`{state_name}` must be the pool that indices choose slots of, [slots, HV, V, K]; "
+            "got None"
+        )
     if initial_state is not None:
-        initial_state = _array("initial_state", initial_state)
-        _check_shape("initial_state", initial_state, "N HV V K", sizes | {"N": B * M})
-        _check_float("initial_state", initial_state, reference)
+        initial_state = _array(state_name, initial_state)
+        if not pooled:
+            _check_shape(state_name, initial_state, "N HV V K", sizes | {"N": B * M})
+        elif initial_state.shape[1:] != (HV, V, K) or initial_state.shape[0] < 1:
+            raise ValueError(
+                f"`{state_name}` must have shape [slots, HV, V, K] = [slots, {HV}, {V}, {K}] with "
+                f"at least one slot; got {_list(initial_state.shape)}"
+            )
+        _check_float(state_name, initial_state, reference)
 
     beta_mode = "probability"
     if use_beta_sigmoid_in_kernel:
@@ -138,11 +221,12 @@ def chunk_kda(
         "l2norm": bool(use_qk_l2norm_in_kernel),
         "output_final_state": bool(output_final_state),
     }
-    return Operands(q, k, v, g, beta, A_log, dt_bias, offsets, initial_state), options
+    return Operands(q, k, v, g, beta, A_log, dt_bias, offsets, initial_state, *indices), options
 
 
 def buffers(operands: Operands, out, final_state):
-    """Checks the buffers that `fwd` writes into; each may be None."""
+    """Checks the buffers that `fwd` writes into; each may be None, as a final state is that is
+    initial_state too."""
     v, initial_state = operands.v, operands.initial_state
     B, T, HV, V = v.shape
     N = B if operands.offsets is None else operands.offsets.shape[0] - 1
@@ -153,6 +237,11 @@ def buffers(operands: Operands, out, final_state):
         if out.dtype != v.dtype:
             raise TypeError(f"`out` must have v's dtype, {v.dtype}; got {out.dtype}")
     if final_state is not None:
+        if operands.state_indices is not None or operands.output_state_indices is not None:
+            raise ValueError(
+                "`final_state` must be the same array or Ref as initial_state, the pool, when "
+                "there are indices; got another one"
+            )
         final_state = _array("final_state", final_state)
         _check_shape("final_state", final_state, "N HV V K", sizes)
         _check_float("final_state", final_state, reference=False)
@@ -252,17 +341,52 @@ def segment_offsets(segment_ids: jax.Array, max_segments: int) -> jax.Array:
 
 
 def _cumulative_lengths(cu_seqlens):
-    if not isinstance(cu_seqlens, jax.Array):
-        cu_seqlens = np.asarray(cu_seqlens)  # keeps int64, which jnp.asarray would wrap
-    if cu_seqlens.dtype not in (jnp.int32, jnp.int64):
-        raise TypeError(f"`cu_seqlens` must have dtype int32 or int64; got {cu_seqlens.dtype}")
+    cu_seqlens = _int32("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"`cu_seqlens` must have shape [N + 1] with N at least 1; got {_list(cu_seqlens.shape)}"
         )
-    if cu_seqlens.dtype == jnp.int64:
-        cu_seqlens = cu_seqlens.clip(-1, MAX_LENGTH)  # out of range stays out of range
-    return jnp.asarray(cu_seqlens, jnp.int32)
+    return cu_seqlens
+
+
+def _indices(state_indices, output_state_indices, checkpoint_indices, N, T, output_final_state):
+    """The operands that choose slots of a pool; each may be None."""
+    written = {
+        "output_state_indices": output_state_indices,
+        "checkpoint_indices": checkpoint_indices,
+    }
+    for name, x in written.items():
+        if x is not None and not output_final_state:
+            raise ValueError(
+                f"`{name}` must be None where no state is returned; got {_describe(x)}"
+            )
+    if checkpoint_indices is not None and state_indices is None and output_state_indices is None:
+        raise ValueError(
+            "`checkpoint_indices` must come with state_indices or output_state_indices; "
+            f"got {_describe(checkpoint_indices)} alone"
+        )
+
+    def check(name, x, letters="N"):
+        if x is not None:
+            x = _int32(name, x)
+            _check_shape(name, x, letters, {"N": N, "T//64": T // CHUNK})
+        return x
+
+    return (
+        check("state_indices", state_indices),
+        check("output_state_indices", output_state_indices),
+        check("checkpoint_indices", checkpoint_indices, "N T//64"),
+    )
+
+
+def _int32(name, x):
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)  # keeps int64, which jnp.asarray would wrap
+    if x.dtype not in (jnp.int32, jnp.int64):
+        raise TypeError(f"`{name}` must have dtype int32 or int64; got {x.dtype}")
+    if x.dtype == jnp.int64:
+        x = x.clip(-1, MAX_LENGTH)  # out of range stays out of range
+    return jnp.asarray(x, jnp.int32)
 
 
 def _check_shape(name, x, letters, sizes):
