@@ -42,9 +42,11 @@ Layers: TypeAlias = (
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RULE = "`layers` must be a KimiDeltaAttention, or a sequence or a mapping of them"
-DTYPES = ("BF16", "F16", "F32", "F64")
+DTYPES = {"BF16", "F16", "F32", "F64"}
 # Where one of these is, there is a KDA layer; full attention has none of them.
-MARK = re.compile(r"(.*\.)?(?:forget_gate\.)?(?:A_log|(?:f_[ab]_proj|f_proj|f_proj\.[01])\.weight)")
+MARK = re.compile(
+    r"((?:.*?\.)?)(?:forget_gate\.)?(?:A_log|(?:f_[ab]_proj|f_proj|f_proj\.[01])\.weight)"
+)
 
 
 class _Form(NamedTuple):
@@ -331,7 +333,7 @@ class _Checkpoint(contextlib.AbstractContextManager):
 
     def layers(self, prefix: str | None) -> dict[int | None, str]:
         marks = (MARK.fullmatch(name) for name in self.files)
-        prefixes = {mark[1] or "" for mark in marks if mark}
+        prefixes = {mark[1] for mark in marks if mark}
         found: dict[int | None, str] = {}
         for at in sorted(prefixes):
             numbers = re.findall(r"(?<![^.])\d+(?=\.)", at)
@@ -423,14 +425,14 @@ def _placed(
 def _check_tensors(checkpoint: _Checkpoint, tensors: dict[str, _Tensor], extra: list[str]) -> None:
     """Raises one error that names all that does not fit."""
     missing, misshapen, quantised = [], [], []
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         found = checkpoint.describe(name)
         if found is None:
             missing.append(f"{name} {list(tensor.shapes[0])}")
             continue
         shape, dtype = found
         if dtype not in DTYPES:
-            quantised.append(f"{name} must have a dtype of {', '.join(DTYPES)}; got {dtype}")
+            quantised.append(f"{name} must be BF16, F16, F32 or F64; got {dtype}")
         elif shape not in tensor.shapes and not _is_padded(checkpoint, name, tensor, shape):
             misshapen.append(f"{name} must have shape {list(tensor.shapes[0])}; got {list(shape)}")
     unknown = [f"{name} {list((checkpoint.describe(name) or ((),))[0])}" for name in sorted(extra)]
@@ -438,8 +440,8 @@ def _check_tensors(checkpoint: _Checkpoint, tensors: dict[str, _Tensor], extra: 
     lines = [f"\n  {kind}: {line}" for kind, lines in kinds.items() for line in lines]
     if lines:
         raise (ValueError if len(lines) > len(quantised) else TypeError)(
-            f"`path` must hold the layers' tensors, and no others where they are; got "
-            f"{checkpoint.path} with{''.join(lines)}"
+            "`path` must hold the layers' tensors, and no others where they are; "
+            f"got {checkpoint.path} with{''.join(lines)}"
         )
 
 
