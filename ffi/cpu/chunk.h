@@ -23,11 +23,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "ffi/common/params.h"
-#include "ffi/cpu/chunk_kernel.h"
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/rows.h"
 #include "ffi/cpu/tile.h"
 #include "ffi/cpu/vec.h"
 
@@ -36,14 +36,6 @@ namespace {
 
 inline constexpr int R = 8;  // tokens of a sub-block; a multiple of every Isa::kRows
 inline constexpr int kBlocks = kChunk / R;
-inline constexpr float kGateMin = -110.0f;  // exp(-110) is 0 in float32; keeps -inf out of the sums
-
-inline int64_t RoundUp(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
-
-// Channels are padded with zeros to whole vectors of the longest kind.
-inline int64_t PaddedK(const FwdParams& p) { return RoundUp(p.K, 16); }
 
 // What Prepare hands to Scan. Rows past the chunk's tokens, up to a whole sub-block, are zero: they
 // leave S alone.
@@ -104,46 +96,6 @@ struct PrepareScratch {
   }
 };
 
-// ---- operands
-
-// Rows of one head lie far apart: the hardware's prefetcher does not find the next one.
-inline void PrefetchRow(DType dtype, const void* base, int64_t offset, int64_t n) {
-  const int64_t bytes = dtype == DType::kBF16 ? 2 : 4;
-  const char* from = static_cast<const char*>(base) + offset * bytes;
-  for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(from + i);
-}
-
-// n elements as float32, zeros after them up to `padded`.
-template <class T>
-inline void LoadRow(const void* base, int64_t offset, int64_t n, int64_t padded, float* to) {
-  const T* from = static_cast<const T*>(base) + offset;
-  for (int64_t i = 0; i < n; ++i) to[i] = ToFloat(from[i]);
-  for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
-}
-
-inline void LoadRow(DType dtype, const void* base, int64_t offset, int64_t n, int64_t padded,
-                    float* to) {
-  if (dtype == DType::kBF16) {
-    LoadRow<BF16>(base, offset, n, padded, to);
-  } else {
-    LoadRow<float>(base, offset, n, padded, to);
-  }
-}
-
-template <class T>
-inline void StoreRow(const float* from, int64_t n, void* base, int64_t offset) {
-  T* to = static_cast<T*>(base) + offset;
-  for (int64_t i = 0; i < n; ++i) FromFloat(from[i], to[i]);
-}
-
-inline void StoreRow(DType dtype, const float* from, int64_t n, void* base, int64_t offset) {
-  if (dtype == DType::kBF16) {
-    StoreRow<BF16>(from, n, base, offset);
-  } else {
-    StoreRow<float>(from, n, base, offset);
-  }
-}
-
 // ---- prepare
 
 template <class Isa>
@@ -152,13 +104,13 @@ struct Prepare {
   static constexpr int kLanes = Isa::kLanes;
 
   const FwdParams& p;
-  const ChunkTokens& x;
+  const HeadTokens& x;
   const PrepareScratch& s;
   const PreparedChunk& c;
   const int64_t Kp;
 
   void Run() const {
-    LoadBeta();
+    LoadBeta<Isa>(p, x, kChunk, c.beta);
     for (int64_t i = 0; i < Kp; i += kLanes) Isa::Store(s.before + i, F{});
     const int blocks = static_cast<int>((x.count + R - 1) / R);
     for (int I = 0; I < blocks; ++I) {
@@ -169,20 +121,6 @@ struct Prepare {
       if (I + 1 < blocks) ExtendKDown(I);
     }
     Restore(blocks);
-  }
-
-  void LoadBeta() const {
-    for (int64_t i = 0; i < kChunk; ++i) c.beta[i] = 0.0f;
-    for (int64_t i = 0; i < x.count; ++i) {
-      const int64_t offset = (x.b * p.T + x.token + i) * p.HV + x.hv;
-      LoadRow(p.beta_dtype, p.beta, offset, 1, 1, c.beta + i);
-    }
-    if (p.beta_mode == BetaMode::kProbability) return;
-    const float factor = p.beta_mode == BetaMode::kTwoSigmoid ? 2.0f : 1.0f;
-    for (int64_t i = 0; i < kChunk; i += kLanes) {
-      Isa::Store(c.beta + i, Isa::Sigmoid(Isa::Load(c.beta + i)) * factor);
-    }
-    for (int64_t i = x.count; i < kChunk; ++i) c.beta[i] = 0.0f;
   }
 
   // q, k and g of sub-block I: converted, normalised, activated. Rows past the chunk's tokens are
@@ -205,38 +143,9 @@ struct Prepare {
         PrefetchRow(p.g_dtype, p.g, ((row + R) * p.HV + x.hv) * p.K, p.K);
       }
       PrefetchRow(p.dtype, p.v, (row * p.HV + x.hv) * p.V, p.V);  // for Scan
-      ScaleRow(q, p.scale);
-      if (p.l2norm) ScaleRow(k, 1.0f);
-      if (n > 0) ActivateRow(g);
-    }
-  }
-
-  // x <- factor x, after normalising it if the call asks for that.
-  void ScaleRow(float* row, float factor) const {
-    if (p.l2norm) {
-      F squares{};
-      for (int64_t i = 0; i < Kp; i += kLanes) squares += Isa::Load(row + i) * Isa::Load(row + i);
-      factor /= std::sqrt(Isa::Sum(squares) + 1e-6f);
-    }
-    for (int64_t i = 0; i < Kp; i += kLanes) Isa::Store(row + i, Isa::Load(row + i) * factor);
-  }
-
-  // The gate's input -> log decay, at least kGateMin.
-  void ActivateRow(float* g) const {
-    if (p.gate != Gate::kActivated) {
-      if (p.dt_bias != nullptr) {
-        const float* bias = p.dt_bias + x.b * p.dt_bias_stride + x.hv * p.K;
-        for (int64_t i = 0; i < p.K; ++i) g[i] += bias[i];
-      }
-      const float A = p.A_log == nullptr ? 1.0f : std::exp(p.A_log[x.b * p.A_log_stride + x.hv]);
-      for (int64_t i = 0; i < Kp; i += kLanes) {
-        const F y = Isa::Load(g + i);
-        Isa::Store(g + i, p.gate == Gate::kSoftplus ? Isa::Softplus(y) * -A
-                                                    : Isa::Sigmoid(y * A) * p.lower_bound);
-      }
-    }
-    for (int64_t i = 0; i < Kp; i += kLanes) {
-      Isa::Store(g + i, Isa::Max(Isa::Load(g + i), Isa::Splat(kGateMin)));
+      ScaleRow<Isa>(p, q, p.scale);
+      if (p.l2norm) ScaleRow<Isa>(p, k, 1.0f);
+      if (n > 0) ActivateRow<Isa>(p, x, g);
     }
   }
 
@@ -360,7 +269,7 @@ struct Scan {
   static constexpr int kStrip = Isa::kStrip;
 
   const FwdParams& p;
-  const ChunkTokens& x;
+  const HeadTokens& x;
   const PreparedChunk& c;
   const int64_t Kp;
   const int64_t column;  // of V, where the strip begins
@@ -433,13 +342,13 @@ int64_t ScanScratchSize(const FwdParams&) {
 }
 
 template <class Isa>
-void RunPrepare(const FwdParams& p, const ChunkTokens& x, float* prepared, float* scratch) {
+void RunPrepare(const FwdParams& p, const HeadTokens& x, float* prepared, float* scratch) {
   const int64_t Kp = PaddedK(p);
   Prepare<Isa>{p, x, PrepareScratch::At(scratch, Kp), PreparedChunk::At(prepared, Kp), Kp}.Run();
 }
 
 template <class Isa>
-void RunScan(const FwdParams& p, const ChunkTokens& x, float* prepared, int64_t column, float* S,
+void RunScan(const FwdParams& p, const HeadTokens& x, float* prepared, int64_t column, float* S,
              float* scratch) {
   const int64_t Kp = PaddedK(p);
   float* v = scratch;
@@ -448,9 +357,9 @@ void RunScan(const FwdParams& p, const ChunkTokens& x, float* prepared, int64_t 
 }
 
 template <class Isa>
-constexpr ChunkKernel MakeKernel(const char* name) {
-  return {name,    Isa::kStrip,     PreparedSize, PrepareScratchSize, ScanScratchSize<Isa>,
-          PaddedK, RunPrepare<Isa>, RunScan<Isa>};
+constexpr ChunkKernel MakeChunkKernel() {
+  return {Isa::kStrip, PreparedSize,    PrepareScratchSize, ScanScratchSize<Isa>,
+          PaddedK,     RunPrepare<Isa>, RunScan<Isa>};
 }
 
 }  // namespace

@@ -9,11 +9,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <vector>
 
 #include "ffi/common/check.h"
+#include "ffi/cpu/buffers.h"
 #include "ffi/cpu/denormals.h"
 #include "ffi/cpu/sequences.h"
 #include "ffi/cpu/states.h"
@@ -22,30 +22,8 @@
 namespace jax_kda::cpu {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};
 constexpr int64_t kMaxGroup =
     4;  // their states, 64 KiB each at K = V = 128, stay in the second-level cache
-
-struct FreeFloats {
-  void operator()(float* p) const { ::operator delete(p, kAlignment); }
-};
-
-// n float arrays of `size`, each aligned to 64 bytes. Throws std::bad_alloc.
-class Buffers {
- public:
-  Buffers(int64_t n, int64_t size)
-      : stride_((size + 15) / 16 * 16),
-        bytes_(n * stride_ * sizeof(float)),
-        data_(static_cast<float*>(::operator new(bytes_, kAlignment))) {}
-
-  void Zero() { std::memset(data_.get(), 0, bytes_); }
-  float* operator[](int64_t i) const { return data_.get() + i * stride_; }
-
- private:
-  int64_t stride_;
-  size_t bytes_;
-  std::unique_ptr<float, FreeFloats> data_;
-};
 
 class Forward {
  public:
@@ -71,7 +49,7 @@ class Forward {
   }
 
  private:
-  ChunkTokens Tokens(const Chain& chain, int64_t chunk) const {
+  HeadTokens Tokens(const Chain& chain, int64_t chunk) const {
     const int64_t token = chain.begin + chunk * kChunk;
     return {chain.b, chain.hv, token, std::min<int64_t>(kChunk, chain.end - token)};
   }
@@ -100,7 +78,7 @@ class Forward {
           if (n == 0 && chain.chunks() == 0) CopyState(p_, chain.read, chain.write);
           if (n >= chain.chunks()) continue;
           const int64_t state = (worker * group + c - first) * strips_;
-          const ChunkTokens x = Tokens(chain, n);
+          const HeadTokens x = Tokens(chain, n);
           kernel_.prepare(p_, x, prepared[worker], prepare_scratch[worker]);
           for (int64_t s = 0; s < strips_; ++s) {
             float* S = states[state + s];

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "ffi/common/params.h"
-#include "ffi/cpu/chunk_kernel.h"
+#include "ffi/cpu/kernels.h"
 #include "ffi/cpu/parallel.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -1,9 +1,9 @@
 // A fixed-width float vector in the compiler's own vector extension, and the elementary functions
 // of the gates on it.
 //
-// This header, tile.h and chunk.h are compiled once for each instruction set: chunk_baseline.cc,
-// chunk_avx2.cc and chunk_avx512.cc. Their unnamed namespaces keep the copies apart; of functions
-// with linkage the linker would keep one, for any of the sets.
+// This header, tile.h, rows.h, chunk.h and recurrent.h are compiled once for each instruction set:
+// kernels_baseline.cc, kernels_avx2.cc and kernels_avx512.cc. Their unnamed namespaces keep the
+// copies apart; of functions with linkage the linker would keep one, for any of the sets.
 #pragma once
 
 #include <cstdint>
@@ -40,10 +40,18 @@ struct Simd {
   using F = typename VecTypes<kLanes>::F;
   using U = typename VecTypes<kLanes>::U;
 
-  // All arrays of the kernel are aligned to 64 bytes and all offsets used here are multiples of
-  // kLanes.
+  // For arrays of the kernels, aligned to 64 bytes, at offsets that are multiples of kLanes.
   static F Load(const float* p) { return *reinterpret_cast<const F*>(p); }
   static void Store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
+
+  // For any address.
+  static F LoadUnaligned(const float* p) {
+    F x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static void StoreUnaligned(float* p, F x) { std::memcpy(p, &x, sizeof(x)); }
+
   static F Splat(float x) { return x - F{}; }       // x - 0 is x, also for -0
   static F Max(F x, F y) { return x < y ? y : x; }  // NaN in x is kept
   static F Abs(F x) { return FromBits(Bits(x) & 0x7fffffffu); }
@@ -60,12 +68,13 @@ struct Simd {
   }
 
   static float Sum(F x) {
-    alignas(64) float lane[kLanes];
-    Store(lane, x);
-    for (int width = kLanes / 2; width >= 1; width /= 2) {
-      for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+    if constexpr (kLanes > 4) {
+      typename VecTypes<kLanes / 2>::F half[2];
+      std::memcpy(half, &x, sizeof(x));
+      return Simd<kLanes / 2>::Sum(half[0] + half[1]);
+    } else {
+      return (x[0] + x[2]) + (x[1] + x[3]);
     }
-    return lane[0];
   }
 
   // exp(x), relative error below 1e-7; 0 below exp(-87.3), where float32 stops being normal. Made

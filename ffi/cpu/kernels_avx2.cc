@@ -1,4 +1,4 @@
-// The kernel for AVX2 and FMA. The set is chosen for this file's own functions by a pragma, after
+// The kernels for AVX2 and FMA. The set is chosen for this file's own functions by a pragma, after
 // the headers of others: inline functions of the standard library, which the linker shares with all
 // files, keep the default set.
 #if defined(__x86_64__)
@@ -16,11 +16,14 @@
 #endif
 
 #include "ffi/cpu/chunk.h"
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/recurrent.h"
+#include "ffi/cpu/tile.h"
 
 namespace jax_kda::cpu {
 
 // constexpr: no code of this file runs before the choice.
-constexpr ChunkKernel kChunkAvx2 = MakeKernel<Isa<8, 4>>("avx2");
+constexpr Kernels kAvx2 = {"avx2", MakeChunkKernel<Isa<8, 4>>(), MakeRecurrentKernel<Isa<8, 4>>()};
 
 }  // namespace jax_kda::cpu
 

@@ -1,4 +1,4 @@
-// The kernel for AVX-512. The set is chosen for this file's own functions by a pragma, after the
+// The kernels for AVX-512. The set is chosen for this file's own functions by a pragma, after the
 // headers of others: inline functions of the standard library, which the linker shares with all
 // files, keep the default set.
 #if defined(__x86_64__)
@@ -17,11 +17,15 @@
 #endif
 
 #include "ffi/cpu/chunk.h"
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/recurrent.h"
+#include "ffi/cpu/tile.h"
 
 namespace jax_kda::cpu {
 
 // constexpr: no code of this file runs before the choice.
-constexpr ChunkKernel kChunkAvx512 = MakeKernel<Isa<16, 8>>("avx512");
+constexpr Kernels kAvx512 = {"avx512", MakeChunkKernel<Isa<16, 8>>(),
+                             MakeRecurrentKernel<Isa<16, 8>>()};
 
 }  // namespace jax_kda::cpu
 

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "ffi/common/params.h"
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_kda::cpu {
+
+// The recurrence token by token on `executor`, with the given kernel. Checks the offsets before any
+// work.
+::xla::ffi::Error RecurrentFwd(const FwdParams& p, const RecurrentKernel& kernel,
+                               const Executor& executor);
+
+}  // namespace jax_kda::cpu
