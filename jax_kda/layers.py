@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.typing import ArrayLike
 
 from . import validate
 from .api import chunk_kda
@@ -133,7 +134,7 @@ class KimiDeltaAttention(nnx.Module):
 
         def convolution(channels):
             if not use_short_conv:
-                return nnx.data(None)
+                return None
             return ShortConvolution(
                 channels,
                 conv_size,
@@ -173,16 +174,16 @@ class KimiDeltaAttention(nnx.Module):
         else:
             self.g_a_proj = linear(hidden_size, self.g_rank, (embed_axis, None))
             self.g_b_proj = linear(self.g_rank, HV * V, (None, heads_axis), use_bias=g_bias)
-        self.o_norm = nnx.RMSNorm(V, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
+        self.o_norm = GatedRMSNorm(V, epsilon=norm_eps)
         self.o_proj = linear(HV * V, hidden_size, (heads_axis, embed_axis))
 
     def __call__(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         *,
-        segment_ids: jax.Array | None = None,
+        segment_ids: ArrayLike | None = None,
         max_segments: int | None = None,
-        padding_mask: jax.Array | None = None,
+        padding_mask: ArrayLike | None = None,
     ) -> jax.Array:
         """Applies the layer; with a cache (`init_cache`), continues its sequences and updates it.
 
@@ -212,12 +213,12 @@ class KimiDeltaAttention(nnx.Module):
 
     def extend(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         cache: LayerCache | None = None,
         *,
-        segment_ids: jax.Array | None = None,
+        segment_ids: ArrayLike | None = None,
         max_segments: int | None = None,
-        padding_mask: jax.Array | None = None,
+        padding_mask: ArrayLike | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """The layer as a function of the past: what `__call__` does, cache in and cache out.
 
@@ -290,71 +291,67 @@ class KimiDeltaAttention(nnx.Module):
         return LayerCache(self.cached_q[...], self.cached_k[...], self.cached_v[...], state)
 
     def _apply(self, x, cache, output_cache, segment_ids, max_segments, padding_mask):
+        x = jnp.asarray(x)
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"`x` must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}]; "
-                f"got [{', '.join(map(str, x.shape))}]"
+                f"got {_list(x.shape)}"
             )
+        x, packing = _pack(x, segment_ids, max_segments, padding_mask)
         B, T, _ = x.shape
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
-        packing = position = None
-        if padding_mask is not None:
-            if segment_ids is not None:
-                raise ValueError(
-                    "`padding_mask` must be None when segment_ids is given (id 0 is padding); "
-                    "got both"
-                )
-            x, position, packing = _without_padding(x, padding_mask)
-        elif segment_ids is not None:
-            x, packing = _packed(x, segment_ids, max_segments)
+        M = None if packing is None else packing.spans.shape[1]
+        if cache is None:
+            past = LayerCache(None, None, None, None)
+        elif cache.state.shape[0] == B * (M or 1):
+            past = cache
+        else:
+            raise ValueError(
+                f"`cache` must have N = {B * (M or 1)} sequences; got {cache.state.shape[0]}"
+            )
 
-        def heads(u, convolution, past, number):
-            y = u.astype(jnp.float32)
-            if self.use_short_conv:
-                y, past = convolution(u, past, packing, output_cache)
-            return jax.nn.silu(y).astype(u.dtype).reshape(B, T, number, -1), past
+        def heads(u, conv1d, past):
+            if conv1d is None:
+                return jax.nn.silu(u.astype(jnp.float32)).astype(u.dtype), None
+            return conv1d(u, past, packing, output_cache)
 
-        past = cache or LayerCache(None, None, None, None)
-        q, q_past = heads(self.q_proj(x), self.q_conv1d, past.q, H)
-        k, k_past = heads(self.k_proj(x), self.k_conv1d, past.k, H)
-        v, v_past = heads(self.v_proj(x), self.v_conv1d, past.v, HV)
+        q, past_q = heads(self.q_proj(x), self.q_conv1d, past.q)
+        k, past_k = heads(self.k_proj(x), self.k_conv1d, past.k)
+        v, past_v = heads(self.v_proj(x), self.v_conv1d, past.v)
         g = self.f_proj(x) if self.f_rank is None else self.f_b_proj(self.f_a_proj(x))
-        options = {
-            "A_log": self.A_log[...],
-            "dt_bias": self.dt_bias[...],
-            "lower_bound": self.lower_bound,
-            "segment_ids": None if packing is None else packing.segment_ids,
-            "max_segments": None if packing is None else packing.spans.shape[1],
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True,
-            "allow_neg_eigval": self.allow_neg_eigval,
-            "implementation": self.implementation,
-        }
+        z = self.g_proj(x) if self.g_rank is None else self.g_b_proj(self.g_a_proj(x))
         o, state = chunk_kda(
-            q,
-            k,
-            v,
+            q.reshape(B, T, H, K),
+            k.reshape(B, T, H, K),
+            v.reshape(B, T, HV, V),
             g.reshape(B, T, HV, K),
             self.b_proj(x),
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...],
+            lower_bound=self.lower_bound,
             initial_state=past.state,
             output_final_state=output_cache,
-            **options,
+            segment_ids=None if packing is None else packing.segment_ids,
+            max_segments=M,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            implementation=self.implementation,
         )
-
-        z = self.g_proj(x) if self.g_rank is None else self.g_b_proj(self.g_a_proj(x))
-        gate = jax.nn.sigmoid(z.astype(jnp.float32)).reshape(B, T, HV, V)
-        o = (self.o_norm(o) * gate).astype(z.dtype)
-        y = self.o_proj(o.reshape(B, T, HV * V))
-        if position is not None:
-            y = jnp.take_along_axis(y, position[..., None], axis=1, mode="fill", fill_value=0)
-        return y, LayerCache(q_past, k_past, v_past, state) if output_cache else None
+        o = self.o_norm(o, z.reshape(B, T, HV, V))
+        y = self.o_proj(o.reshape(B, T, HV * V), out_sharding=_explicit_sharding(x))
+        if packing is not None and packing.place is not None:
+            y = _take(y, packing.place)
+        return y, LayerCache(past_q, past_k, past_v, state) if output_cache else None
 
 
 class ShortConvolution(nnx.Module):
-    """Depthwise causal convolution in float32: `y[t] = sum over w of kernel[w] u[t - (W-1) + w]`.
+    """Depthwise causal convolution and silu, in float32.
 
-    Taps never reach beyond the beginning of a sequence, except into its past, if that is given.
+        y[t] = silu(bias + sum over w of kernel[w] u[t - (W - 1) + w])
+
+    Taps stay inside the sequence; before its beginning they see its past, or zeros.
     """
 
     def __init__(
@@ -379,27 +376,37 @@ class ShortConvolution(nnx.Module):
         packing: "_Packing | None" = None,
         output_past: bool = False,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """u [B, T, C] and the past of it [N, W - 1, C] give float32 [B, T, C] and the new past."""
-        B, T, C = u.shape
-        kernel = self.kernel[...][:, None, None, :]
-        W = kernel.shape[0]
-        if packing is None:
-            before = jnp.zeros((B, W - 1, C), u.dtype) if past is None else past.astype(u.dtype)
-            inputs = jnp.concatenate([before, u], axis=1)
-            tap = lambda lag: inputs[:, W - 1 - lag :][:, :T]
-            new_past = inputs[:, T:]
-        else:
-            tap = lambda lag: _packed_tap(u, past, packing, lag)
-            new_past = _packed_past(u, past, packing, W - 1) if output_past else None
+        """u [B, T, C] gives [B, T, C]; the past is the last W - 1 inputs [N, W - 1, C]."""
+        W = self.kernel.shape[0]
 
-        y = jnp.zeros((B, T, C), jnp.float32)
-        for lag in reversed(range(W)):
-            y = y + kernel[W - 1 - lag] * tap(lag).astype(jnp.float32)
-        if self.bias is not None:
-            y = y + self.bias[...][None, None, :]
-        if not output_past:
-            return y, None
-        return y, new_past.astype(u.dtype if past is None else past.dtype)
+        @jax.checkpoint  # of all its intermediate results the gradient keeps u alone
+        def convolve(u, kernel, bias):
+            taps = _taps(u, past, packing, W)
+            weights = kernel[:, None, None, :]
+            y = sum(w * tap.astype(jnp.float32) for w, tap in zip(weights, taps, strict=True))
+            if bias is not None:
+                y = y + bias[None, None, :]
+            return jax.nn.silu(y).astype(u.dtype)
+
+        y = convolve(u, self.kernel[...], None if self.bias is None else self.bias[...])
+        return y, _newest(u, past, packing, W) if output_past else None
+
+
+class GatedRMSNorm(nnx.Module):
+    """`x rsqrt(mean(x²) + epsilon) scale sigmoid(z)` over the last axis, in float32."""
+
+    def __init__(self, features: int, *, epsilon: float = 1e-5):
+        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def norm(x, z, scale):
+            x, gate = x.astype(jnp.float32), jax.nn.sigmoid(z.astype(jnp.float32))
+            x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+            return (x * jnp.expand_dims(scale, range(x.ndim - 1)) * gate).astype(z.dtype)
+
+        return norm(x, z, self.scale[...])
 
 
 class _Packing(NamedTuple):
@@ -409,75 +416,103 @@ class _Packing(NamedTuple):
     spans: jax.Array  # [B, M, 2]     where a sequence begins and ends
     since: jax.Array  # [B, T]        tokens since the beginning of the sequence
     sequence: jax.Array  # [B, T]     which sequence of the row it is
+    place: jax.Array | None  # [B, T] where a token was moved to, T for padding; None: nothing moved
 
 
-def _packed(x, segment_ids, max_segments):
-    """x with zeros at padding, and its packing."""
+def _pack(x, segment_ids, max_segments, padding_mask):
+    """x with zeros where there is no token, and the packing, None if rows are sequences.
+
+    Under a `padding_mask` tokens move to the beginning of their row.
+    """
+    if padding_mask is not None and segment_ids is not None:
+        raise ValueError(
+            "`padding_mask` must be None when segment_ids is given (id 0 is padding); got both"
+        )
     B, T, _ = x.shape
-    spans, _ = validate._offsets(None, segment_ids, max_segments, B, T)
+    t = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    if padding_mask is not None:
+        if max_segments is not None:
+            raise ValueError(f"`max_segments` must be None without segment_ids; got {max_segments}")
+        present = _present(padding_mask, B, T)
+        place = jnp.where(present, jnp.cumsum(present, axis=1, dtype=jnp.int32) - 1, T)
+        token = jax.vmap(lambda row: jnp.nonzero(row, size=T, fill_value=T)[0])(present)
+        length = jnp.sum(present, axis=1, keepdims=True, dtype=jnp.int32)
+        spans = jnp.stack([jnp.zeros_like(length), length], axis=-1)
+        one_segment = (t < length).astype(jnp.int32)
+        return _take(x, token), _Packing(one_segment, spans, t, jnp.zeros_like(t), place)
+
+    offsets, _ = validate._offsets(None, segment_ids, max_segments, B, T)
+    if offsets is None:
+        return x, None
     segment_ids = jnp.asarray(segment_ids)
-    t = jnp.arange(T, dtype=jnp.int32)[None, :]
     change = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[:, :T]
     begin = jax.lax.cummax(jnp.where(change, t, 0), axis=1)
     first = (t == begin) & (segment_ids != 0)
     sequence = jnp.cumsum(first, axis=1, dtype=jnp.int32) - 1
     x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
-    return x, _Packing(segment_ids, spans, t - begin, sequence)
+    return x, _Packing(segment_ids, offsets, t - begin, sequence, None)
 
 
-def _without_padding(x, mask):
-    """x with its padding moved to the end, as zeros; where each token went; the packing."""
-    B, T, _ = x.shape
+def _present(mask, B, T):
     mask = jnp.asarray(mask)
     if mask.shape != (B, T):
         raise ValueError(
-            f"`padding_mask` must have shape [B, T] = [{B}, {T}]; "
-            f"got [{', '.join(map(str, mask.shape))}]"
+            f"`padding_mask` must have shape [B, T] = {_list((B, T))}; got {_list(mask.shape)}"
         )
-    if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
         raise TypeError(f"`padding_mask` must have dtype bool or an integer one; got {mask.dtype}")
-    mask = mask != 0
-    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-    length = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
-    t = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    token = jax.vmap(lambda row: jnp.nonzero(row, size=T, fill_value=T)[0])(mask)
-    x = jnp.take_along_axis(x, token[..., None], axis=1, mode="fill", fill_value=0)
-    spans = jnp.stack([jnp.zeros_like(length), length], axis=-1)
-    packing = _Packing((t < length).astype(jnp.int32), spans, t, jnp.zeros_like(t))
-    return x, jnp.where(mask, count - 1, T), packing
+    return mask != 0
 
 
-def _packed_tap(u, past, packing, lag):
-    """What a tap sees: the input `lag` tokens earlier in the same sequence."""
-    if lag == 0:
-        return u
+def _taps(u, past, packing, W):
+    """What each tap of the convolution sees [B, T, C], the oldest first."""
     B, T, C = u.shape
-    earlier = jnp.pad(u, ((0, 0), (lag, 0), (0, 0)))[:, :T]
-    if past is None:
+    if packing is None:
+        inputs = _after(past, u, W)
+        return [inputs[:, w : w + T] for w in range(W)]
+    taps = [u]
+    for lag in range(1, W):
         before = jnp.zeros_like(u)
-    else:
-        W1 = past.shape[1]
-        index = packing.sequence * W1 + W1 - lag + packing.since
-        past = past.reshape(B, -1, C).astype(u.dtype)
-        before = jnp.take_along_axis(past, index[..., None], axis=1, mode="fill", fill_value=0)
-    return jnp.where((packing.since >= lag)[..., None], earlier, before)
+        if past is not None:
+            index = (W - 1) * packing.sequence + W - 1 - lag + packing.since
+            before = _take(past.reshape(B, -1, C).astype(u.dtype), index)
+        earlier = jnp.pad(u, ((0, 0), (lag, 0), (0, 0)))[:, :T]
+        taps.append(jnp.where((packing.since >= lag)[..., None], earlier, before))
+    return taps[::-1]
 
 
-def _packed_past(u, past, packing, W1):
-    """The last W1 inputs of every sequence [N, W1, C]."""
+def _newest(u, past, packing, W):
+    """The last W - 1 inputs of every sequence [N, W - 1, C]."""
     B, T, C = u.shape
+    if packing is None:
+        return _after(past, u, W)[:, T:].astype(u.dtype if past is None else past.dtype)
     begin, end = packing.spans[..., :1], packing.spans[..., 1:]
-    j = jnp.arange(W1, dtype=jnp.int32)[None, None, :]
-    token = end - W1 + j  # [B, M, W1]
+    w = jnp.arange(W - 1, dtype=jnp.int32)[None, None, :]
+    token = end - (W - 1) + w  # [B, M, W - 1]
     inside = token >= begin
-    index = jnp.where(inside, token, T).reshape(B, -1, 1)
-    recent = jnp.take_along_axis(u, index, axis=1, mode="fill", fill_value=0)
-    recent = recent.reshape(-1, W1, C)
+    newest = _take(u, jnp.where(inside, token, T).reshape(B, -1)).reshape(-1, W - 1, C)
     if past is None:
-        return recent
-    shifted = (j + end - begin).reshape(-1, W1, 1)
-    kept = jnp.take_along_axis(past, shifted, axis=1, mode="fill", fill_value=0)
-    return jnp.where(inside.reshape(-1, W1, 1), recent.astype(past.dtype), kept)
+        return newest
+    kept = _take(past, (end - begin + w).reshape(-1, W - 1))
+    return jnp.where(inside.reshape(-1, W - 1, 1), newest.astype(past.dtype), kept)
+
+
+def _after(past, u, W):
+    """u after its past, or after zeros [B, W - 1 + T, C]."""
+    if past is None:
+        return jnp.pad(u, ((0, 0), (W - 1, 0), (0, 0)))
+    return jnp.concatenate([past.astype(u.dtype), u], axis=1)
+
+
+def _take(x, index):
+    """Tokens of x [B, T, C] by index [B, I], and zeros where it is out of bounds."""
+    return jnp.take_along_axis(x, index[..., None], axis=1, mode="fill", fill_value=0)
+
+
+def _explicit_sharding(x):
+    """The sharding of x, if its mesh has explicit axes: there, a sum over heads has to say it."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
 
 
 def _partitioned(init, axes: Sequence[str | None]):
@@ -493,3 +528,7 @@ def _inverse_softplus_step(key, shape, dtype):
     low, high = jnp.log(1e-3), jnp.log(1e-1)
     step = jnp.exp(jax.random.uniform(key, shape, dtype, minval=low, maxval=high))
     return step + jnp.log(-jnp.expm1(-step))
+
+
+def _list(items):
+    return f"[{', '.join(map(str, items))}]"
