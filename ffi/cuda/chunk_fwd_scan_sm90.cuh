@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "chunk_fwd_sm90.cuh"
+#include "state_slots.cuh"
 
 namespace jax_kda::sm90 {
 
@@ -61,24 +62,32 @@ struct Ring {
 struct Sequence {
   int token, length, before, after, malformed;
   int64_t first_chunk, n;
+  StateSlots slots;
 };
-__device__ inline Sequence FindSequence(const FwdParams& p, const Workspace& ws, int64_t rank) {
+__device__ inline Sequence FindTokens(const FwdParams& p, const Workspace& ws, int64_t rank) {
   if (ws.sequences != nullptr) {
     const int n = ws.sequences[rank].order;
     const SequenceSlot s = ws.sequences[n];
-    return {s.token, s.length, s.before, s.after, s.malformed, s.first_chunk, n};
+    return {s.token, s.length, s.before, s.after, s.malformed, s.first_chunk, n, {}};
   }
   const int T = static_cast<int>(p.T), token = static_cast<int>(rank * p.T);
-  return {token, T, token, token + T, 0, rank * ((T + kChunk - 1) / kChunk), rank};
+  return {token, T, token, token + T, 0, rank * ((T + kChunk - 1) / kChunk), rank, {}};
+}
+__device__ inline Sequence FindSequence(const FwdParams& p, const Workspace& ws, int64_t rank) {
+  Sequence s = FindTokens(p, ws, rank);
+  s.slots = FindStateSlots(p, s.n);
+  if (s.slots.padding) s.length = 0;  // its tokens, up to `after`, are no sequence's
+  return s;
 }
 
 // Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both
 // divided by a power of two, which is exact. `bound` is above the norm of every row of this warp's
 // part of S, now and at the chunk's end: for |k| <= 1 and decay <= 1 a row |s|^2 grows by at most
-// v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2. The power changes only
-// when the scaled bound leaves [2^3, 2^14]: hardly ever.
+// v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2. Scaled, it lies in
+// [2^6, 2^14): in steps of 8, so that the power hardly ever changes. It follows from the state at
+// the chunk's start and from v alone: a sequence gives the same bits however it is cut into calls.
 struct StateScale {
-  float bound = 0.f;
+  int exponent = 0;
   float down = 1.f, up = 1.f;
 
   static constexpr float kSqrtHead = 11.32f;  // norm of a row over its largest element
@@ -88,19 +97,19 @@ struct StateScale {
     const float m = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
     return m < INFINITY ? m : 0.f;
   }
-  __device__ void ReadState(const float (&S)[64]) {
+  __device__ float StateBound(const float (&S)[64]) const {
     float m = 0.f;
 #pragma unroll
     for (int i = 0; i < 64; ++i) m = fmaxf(m, fabsf(S[i]));
-    bound = kSqrtHead * WarpMax(m) * up;
+    return kSqrtHead * WarpMax(m) * up;
   }
-  // The same from S as packed operand.
-  __device__ void ReadState(const uint32_t (&a)[32]) {
+  // The same from S as packed operand: with the same bits for any power that keeps it in range.
+  __device__ float StateBound(const uint32_t (&a)[32]) const {
     uint32_t m = 0;
 #pragma unroll
     for (int i = 0; i < 32; ++i) m = MaxAbsFp16X2(m, a[i]);
     const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&m));
-    bound = kSqrtHead * WarpMax(fmaxf(fabsf(pair.x), fabsf(pair.y))) * up;
+    return kSqrtHead * WarpMax(fmaxf(fabsf(pair.x), fabsf(pair.y))) * up;
   }
   // How much a chunk with values v adds to the bound: sqrt(64) or 2 * 64 times the largest.
   static __device__ float Growth(const uint32_t (&v)[16], BetaMode mode) {
@@ -109,28 +118,30 @@ struct StateScale {
     for (int i = 0; i < 16; ++i) m = MaxBf16X2(m, v[i] & 0x7fff7fffu);
     return (mode == BetaMode::kSigmoid ? 8.f : 128.f) * WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
   }
-  __device__ void Rescale(float (&S)[64]) {
-    const float scaled = bound * down;
-    if (scaled <= 0x1p14f && (scaled >= 0x1p3f || bound == 0.f)) return;
-    const int exponent =
-        min(max(static_cast<int>(__float_as_uint(bound) >> 23) - 127 - 13, -100), 114);
-    const float new_down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  // Scales S for this bound; whether that changed it.
+  __device__ bool Rescale(float (&S)[64], float bound) {
+    const int floor8 = (static_cast<int>(__float_as_uint(bound) >> 23) + 1) / 8 * 8 - 128;
+    const int wanted = bound == 0.f ? 0 : max(floor8 - 6, -100);
+    if (wanted == exponent) return false;
+    exponent = wanted;
+    const float new_down = __uint_as_float(static_cast<uint32_t>(127 - wanted) << 23);
     const float factor = new_down * up;
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= factor;
     down = new_down;
-    up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    up = __uint_as_float(static_cast<uint32_t>(127 + wanted) << 23);
+    return true;
   }
 };
 
 // This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and 8 j + 2 t + 1
-// for j = 0..15.
+// for j = 0..15. From zeros if `at` is negative.
 __device__ inline void LoadState(float (&S)[64], const FwdParams& p, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
     float2 x = {0.f, 0.f};
-    if (p.initial_state != nullptr) {
+    if (at >= 0) {
       if (p.state_dtype == DType::kF32) {
         x = *reinterpret_cast<const float2*>(static_cast<const float*>(p.initial_state) + i);
       } else {
@@ -223,11 +234,14 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
             t = lane & 3;
-  const int64_t state_at = ((s.n * p.HV + h) * kHead + v_half * 64 + warp * 16 + g) * kHead + 2 * t;
+  auto state_at = [&](int64_t slot) {
+    return slot < 0 ? -1
+                    : ((slot * p.HV + h) * kHead + v_half * 64 + warp * 16 + g) * kHead + 2 * t;
+  };
   float S[64];
-  LoadState(S, p, state_at);
+  LoadState(S, p, state_at(s.slots.read));
   StateScale state_scale;
-  if (kScaled) state_scale.ReadState(S);
+  if (kScaled) state_scale.Rescale(S, state_scale.StateBound(S));
 
   // v^T fragments: matrices (tokens 0-7, V 0-7), (0-7, V 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16
   // tokens and this warp's V.
@@ -271,18 +285,17 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
         }
       }
       growth = StateScale::Growth(u, p.beta_mode);
-      state_scale.bound += growth;
-      state_scale.Rescale(S);
     }
 
     float R[32], O[32];
     uint32_t a[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-    if (kScaled) {
-      // What S is, not what it might have grown to: the bound follows a state that shrinks.
-      state_scale.ReadState(a);
-      state_scale.bound += growth;
+    // Twice where a state that shrank was too small to tell how small.
+    for (int i = 0; kScaled && i < 2; ++i) {
+      if (!state_scale.Rescale(S, state_scale.StateBound(a) + growth)) break;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) a[j] = Pack<Operand>(S[2 * j], S[2 * j + 1]);
     }
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -366,6 +379,10 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       }
     }
     WgmmaWait<0>();
+    if (p.checkpoint_indices != nullptr && valid >= kChunk) {
+      const int64_t slot = FindCheckpointSlot(p, s.n, c);
+      if (slot >= 0) StoreState(S, state_scale.up, p, state_at(slot));
+    }
     __syncwarp();
     MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
     if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
@@ -373,12 +390,12 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     values.Advance();
     matrices.Advance();
   }
-  if (p.final_state != nullptr) {
+  if (s.slots.write >= 0) {
     if (s.malformed) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) S[i] = NAN;
     }
-    StoreState(S, state_scale.up, p, state_at);
+    StoreState(S, state_scale.up, p, state_at(s.slots.write));
   }
   if (thread == 0) BulkWait();
 }

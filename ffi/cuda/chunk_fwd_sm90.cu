@@ -119,6 +119,7 @@ int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool
 }
 
 ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream) {
+  RETURN_IF_ERROR(CopyPool(p, stream));
   if (p.B * p.M * p.HV == 0) return ffi::Error::Success();
   const bool packed = p.offsets != nullptr;
   sm90::Workspace ws = {};

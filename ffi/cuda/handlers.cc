@@ -16,7 +16,20 @@ ffi::Error Unimplemented(const Words&... words) {
   return ffi::Error(ffi::ErrorCode::kUnimplemented, out.str());
 }
 
-ffi::Error CheckSupported(const FwdParams& p) {
+// The compute capability of the current device, times ten.
+ffi::ErrorOr<int> ComputeCapability() {
+  int device = 0, major = 0, minor = 0;
+  RETURN_IF_ERROR(CudaError(cudaGetDevice(&device), "cudaGetDevice"));
+  RETURN_IF_ERROR(
+      CudaError(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                "cudaDeviceGetAttribute"));
+  RETURN_IF_ERROR(
+      CudaError(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+                "cudaDeviceGetAttribute"));
+  return major * 10 + minor;
+}
+
+ffi::Error CheckChunkSupported(const FwdParams& p) {
   if (p.K != 128 || p.V != 128) {
     return Unimplemented("the CUDA kernel needs head sizes K = V = 128; got K = ", p.K,
                          ", V = ", p.V);
@@ -27,17 +40,34 @@ ffi::Error CheckSupported(const FwdParams& p) {
     return Unimplemented("the CUDA kernel needs fewer than 2^31 tokens and sequences; got ",
                          p.B * p.T, " and ", p.B * p.M);
   }
-  int device = 0, major = 0, minor = 0;
-  RETURN_IF_ERROR(CudaError(cudaGetDevice(&device), "cudaGetDevice"));
-  RETURN_IF_ERROR(
-      CudaError(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                "cudaDeviceGetAttribute"));
-  RETURN_IF_ERROR(
-      CudaError(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-                "cudaDeviceGetAttribute"));
-  if (major != 9 || minor != 0) {
+  const auto capability = ComputeCapability();
+  RETURN_IF_ERROR(capability);
+  if (*capability != 90) {
     return Unimplemented("the CUDA kernel needs a GPU of compute capability 9.0 (H100, H200); got ",
-                         major, ".", minor);
+                         *capability / 10, ".", *capability % 10);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckRecurrentSupported(const FwdParams& p) {
+  if ((p.K != 64 && p.K != 128 && p.K != 256) || p.V > 256) {
+    return Unimplemented(
+        "the CUDA kernel needs head sizes K of 64, 128 or 256 and V of at most "
+        "256; got K = ",
+        p.K, ", V = ", p.V);
+  }
+  // A block has at least 16 rows of one state.
+  if (p.B * p.M * p.HV * ((p.V + 15) / 16) > INT32_MAX) {
+    return Unimplemented(
+        "the CUDA kernel needs fewer than 2^31 / (V / 16) sequences times heads; "
+        "got ",
+        p.B * p.M * p.HV);
+  }
+  const auto capability = ComputeCapability();
+  RETURN_IF_ERROR(capability);
+  if (*capability < 80) {
+    return Unimplemented("the CUDA kernel needs a GPU of compute capability 8.0 or more; got ",
+                         *capability / 10, ".", *capability % 10);
   }
   return ffi::Error::Success();
 }
@@ -46,7 +76,7 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
                         ffi::RemainingRets rets) {
   ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kLastResult);
   RETURN_IF_ERROR(p);
-  RETURN_IF_ERROR(CheckSupported(*p));
+  RETURN_IF_ERROR(CheckChunkSupported(*p));
   const int64_t bytes = ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr);
   if (p->workspace_bytes < bytes) {
     return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
@@ -55,15 +85,31 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
   return LaunchChunkFwdSm90(*p, stream);
 }
 
+ffi::Error RecurrentFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs args,
+                            ffi::RemainingRets rets) {
+  ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kNone);
+  RETURN_IF_ERROR(p);
+  RETURN_IF_ERROR(CheckRecurrentSupported(*p));
+  return LaunchRecurrentFwd(*p, stream);
+}
+
 }  // namespace
 
+// Operands and results of both are those of MakeFwdParams.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, ChunkFwdImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Attrs<FwdAttrs>()
-                                  .RemainingArgs()   // q k v g beta [A_log] [dt_bias] [offsets]
-                                                     // [initial_state] [out] [final_state]
-                                  .RemainingRets(),  // o [final_state] workspace
+                                  .RemainingArgs()
+                                  .RemainingRets(),  // the last one is the workspace
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaRecurrentFwd, RecurrentFwdImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Attrs<FwdAttrs>()
+                                  .RemainingArgs()
+                                  .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_kda

@@ -11,11 +11,13 @@
 namespace nb = nanobind;
 
 extern "C" XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* KdaRecurrentFwd(XLA_FFI_CallFrame* call_frame);
 
 NB_MODULE(_cuda, m) {
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(&KdaChunkFwd));
+    handlers["kda_recurrent_fwd"] = nb::capsule(reinterpret_cast<void*>(&KdaRecurrentFwd));
     return handlers;
   });
   m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
