@@ -14,7 +14,8 @@
 
 namespace jax_kda {
 
-enum class State { kNone, kFinal, kBoth };  // neither state; a final one; an initial one too
+// Neither state; a final one; an initial one too; an initial one alone.
+enum class State { kNone, kFinal, kBoth, kInitial };
 
 struct Config {
   const char* name;
@@ -35,11 +36,21 @@ struct Config {
   std::vector<int64_t> malformed_rows = {};
   float gate_mean = 0;
 
+  // States in pools, 0: none. Empty indices are not given.
+  int64_t pools = 0;
+  int64_t slots = 0;
+  std::vector<int32_t> state_indices = {};
+  std::vector<int32_t> output_state_indices = {};
+  std::vector<int32_t> checkpoint_indices = {};
+  bool in_place = false;  // final_state is the memory of initial_state
+
   int64_t M() const {
     const int64_t per_row = static_cast<int64_t>(offsets.size()) / B;
     return offsets_step == 0 ? 1 : offsets_step == 1 ? per_row - 1 : per_row / 2;
   }
-  int64_t states() const { return B * M() * HV * V * K; }
+  int64_t states() const { return (pools > 0 ? pools * slots : B * M()) * HV * V * K; }
+  bool has_initial_state() const { return state == State::kBoth || state == State::kInitial; }
+  bool has_final_state() const { return state == State::kBoth || state == State::kFinal; }
   int64_t values() const { return B * T * HV * V; }
 };
 
@@ -81,6 +92,36 @@ inline const std::vector<Config> kConfigs = {
      .malformed_rows = {0, 1, 2, 3}},
 };
 
+// For both ops. Every pool has padding, indices out of range, and slots that nobody uses.
+inline const std::vector<Config> kPoolConfigs = {
+    {.name = "pool: one token, padding by negative indices and by those past the end",
+     .B = 6, .T = 1, .H = 2, .HV = 4, .pools = 1, .slots = 9,
+     .state_indices = {3, -1, 8, 9, 0, 2147483647}, .in_place = true},
+    {.name = "pool: bf16 states, a copy, slots read differ from slots written",
+     .B = 4, .T = 5, .H = 1, .HV = 2, .state_dtype = DType::kBF16, .pools = 1, .slots = 8,
+     .state_indices = {0, 5, -2147483647, 7}, .output_state_indices = {1, 8, 2, 6}},
+    {.name = "pool: fresh sequences, only written",
+     .B = 3, .T = 16, .H = 1, .HV = 1, .gate = Gate::kSoftplus, .pools = 1, .slots = 4,
+     .output_state_indices = {2, 4, 0}, .in_place = true},
+    {.name = "pool: read only",
+     .B = 3, .T = 65, .H = 1, .HV = 1, .state = State::kInitial, .pools = 1, .slots = 2,
+     .state_indices = {1, 2, 1}},
+    {.name = "pool: checkpoints, also where a sequence ends and past the end of the pool",
+     .B = 3, .T = 200, .H = 1, .HV = 2, .pools = 1, .slots = 12, .state_indices = {0, -1, 2},
+     .output_state_indices = {3, 1, 4}, .checkpoint_indices = {5, 6, -1, 7, 8, 9, 12, 10, 11}},
+    {.name = "pool: packed, checkpoints that a sequence is too short for, in place",
+     .B = 1, .T = 200, .H = 1, .HV = 1, .state_dtype = DType::kBF16, .offsets_step = 1,
+     .offsets = {0, 0, 64, 64, 69, 198}, .pools = 1, .slots = 14,
+     .state_indices = {4, 0, 1, 99, 2}, .output_state_indices = {5, 0, -1, 3, 2},
+     .checkpoint_indices = {6, 6, 6, 7, 8, 8, 8, 8, 8, 9, 9, 9, 10, 11, 12}, .in_place = true},
+    {.name = "two pools, segments with gaps, padding at both ends of a row",
+     .B = 2, .T = 140, .H = 1, .HV = 1, .offsets_step = 2,
+     .offsets = {3, 70, 75, 140, 140, 140, 0, 20, 64, 128, 130, 139}, .pools = 2, .slots = 5,
+     .state_indices = {-1, 0, 1, 3, 0, 5}, .output_state_indices = {2, 4, 5, 1, 2, 3}},
+    {.name = "an empty pool", .B = 2, .T = 3, .H = 1, .HV = 1, .pools = 1, .slots = 0,
+     .state_indices = {0, -1}},
+};
+
 inline const Config kPlanted = {.name = "planted overrun", .B = 1, .T = 130, .H = 1, .HV = 1};
 
 // Sizes that only the CPU runs.
@@ -95,6 +136,13 @@ inline const std::vector<Config> kCpuConfigs = {
     {.name = "odd head sizes, packed, f32", .B = 1, .T = 99, .H = 1, .HV = 2, .K = 100, .V = 65,
      .dtype = DType::kF32, .offsets_step = 1, .offsets = {0, 1, 1, 64, 98}},
     {.name = "no tokens", .B = 2, .T = 0, .H = 1, .HV = 1, .K = 7, .V = 9},
+    {.name = "odd head sizes, pool, no tokens", .B = 3, .T = 0, .H = 1, .HV = 2, .K = 7, .V = 9,
+     .pools = 1, .slots = 4, .state_indices = {3, 4, 0}, .output_state_indices = {1, 0, 2}},
+    {.name = "odd head sizes, two pools, checkpoints", .B = 2, .T = 130, .H = 1, .HV = 2, .K = 20,
+     .V = 37, .dtype = DType::kF32, .pools = 2, .slots = 6, .state_indices = {0, 5},
+     .output_state_indices = {1, 5}, .checkpoint_indices = {2, 3, 0, -1}, .in_place = true},
+    {.name = "few values, one token", .B = 3, .T = 1, .H = 1, .HV = 1, .K = 256, .V = 6,
+     .state_dtype = DType::kBF16},
 };
 // clang-format on
 
@@ -105,7 +153,14 @@ using Bytes = std::vector<std::byte>;
 // One operand each, empty where the call has none.
 struct Operands {
   Bytes q, k, v, g, beta, A_log, dt_bias, offsets, initial_state;
+  Bytes state_indices, output_state_indices, checkpoint_indices;
 };
+
+inline Bytes ToBytes(const std::vector<int32_t>& values) {
+  Bytes bytes(values.size() * sizeof(int32_t));
+  if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
 
 // n numbers mean + deviation * normal, none above `limit`.
 inline Bytes Random(int64_t n, DType dtype, std::mt19937* generator, float mean = 0,
@@ -140,9 +195,11 @@ inline Operands MakeOperands(const Config& c) {
     x.A_log = Random(c.HV, DType::kF32, &generator);
     x.dt_bias = Random(c.HV * c.K, DType::kF32, &generator);
   }
-  x.offsets.resize(c.offsets.size() * sizeof(int32_t));
-  if (!c.offsets.empty()) std::memcpy(x.offsets.data(), c.offsets.data(), x.offsets.size());
-  if (c.state == State::kBoth) x.initial_state = Random(c.states(), c.state_dtype, &generator);
+  x.offsets = ToBytes(c.offsets);
+  x.state_indices = ToBytes(c.state_indices);
+  x.output_state_indices = ToBytes(c.output_state_indices);
+  x.checkpoint_indices = ToBytes(c.checkpoint_indices);
+  if (c.has_initial_state()) x.initial_state = Random(c.states(), c.state_dtype, &generator);
   return x;
 }
 
@@ -166,6 +223,8 @@ inline FwdParams MakeParams(const Config& c) {
   p.beta_dtype = c.beta_dtype;
   p.state_dtype = c.state_dtype;
   p.offsets_step = c.offsets_step;
+  p.pools = c.pools;
+  p.slots = c.slots;
   return p;
 }
 
@@ -185,18 +244,57 @@ inline bool IsMalformed(const Config& c, int64_t row) {
   return false;
 }
 
-// Whether token t of a well-formed row belongs to a sequence.
-inline bool InSequence(const Config& c, int64_t row, int64_t t) {
-  if (c.offsets_step == 0) return true;
+// Sequence n of a well-formed row: its tokens, from `begin` to `end` of the row.
+struct Span {
+  int64_t begin, end;
+};
+
+inline Span SpanOf(const Config& c, int64_t n) {
+  if (c.offsets_step == 0) return {0, c.T};
+  const int64_t row = n / c.M(), m = n % c.M();
   const int32_t* offsets = c.offsets.data() + row * (c.offsets_step == 1 ? c.M() + 1 : 2 * c.M());
-  for (int64_t m = 0; m < c.M(); ++m) {
-    if (offsets[m * c.offsets_step] <= t && t < offsets[m * c.offsets_step + 1]) return true;
+  return {offsets[m * c.offsets_step], offsets[m * c.offsets_step + 1]};
+}
+
+inline bool IsSlot(const Config& c, int32_t index) { return 0 <= index && index < c.slots; }
+
+inline bool IsPadding(const Config& c, int64_t n) {
+  if (c.pools == 0) return false;
+  return !IsSlot(c, c.state_indices.empty() ? c.output_state_indices[n] : c.state_indices[n]);
+}
+
+// Whether token t of a well-formed row belongs to a sequence that is not padding.
+inline bool InSequence(const Config& c, int64_t row, int64_t t) {
+  for (int64_t n = row * c.M(); n < (row + 1) * c.M(); ++n) {
+    const Span s = SpanOf(c, n);
+    if (s.begin <= t && t < s.end) return !IsPadding(c, n);
   }
   return false;
 }
 
+// Which slots of all pools a call writes.
+inline std::vector<bool> WrittenSlots(const Config& c) {
+  std::vector<bool> written(c.pools * c.slots);
+  if (c.pools == 0) return written;
+  const int64_t N = c.B * c.M(), checkpoints = c.T / kChunk;
+  for (int64_t n = 0; n < N; ++n) {
+    if (IsPadding(c, n)) continue;
+    const auto write = [&, n](int32_t index) {
+      if (IsSlot(c, index)) written[n / (N / c.pools) * c.slots + index] = true;
+    };
+    write(c.output_state_indices.empty() ? c.state_indices[n] : c.output_state_indices[n]);
+    if (c.checkpoint_indices.empty()) continue;
+    const Span s = SpanOf(c, n);
+    for (int64_t j = 0; kChunk * (j + 1) <= s.end - s.begin; ++j) {
+      write(c.checkpoint_indices[n * checkpoints + j]);
+    }
+  }
+  return written;
+}
+
 // What is wrong with the results of a configuration, or "": all of them finite, but NaN in
-// malformed rows and 0 for tokens of no sequence. `final_state` is empty when there is none.
+// malformed rows and 0 for tokens of no sequence; slots that no sequence writes are those of
+// initial_state. `final_state` is empty when there is none.
 inline std::string Judge(const Config& c, const Bytes& o, const Bytes& final_state) {
   for (int64_t i = 0; i < c.values(); ++i) {
     const float x = At(o, c.dtype, i);
@@ -210,12 +308,17 @@ inline std::string Judge(const Config& c, const Bytes& o, const Bytes& final_sta
     }
   }
   if (final_state.empty()) return "";
+  const std::vector<bool> written = WrittenSlots(c);
+  const Bytes initial_state = c.pools > 0 ? MakeOperands(c).initial_state : Bytes();
   for (int64_t i = 0; i < c.states(); ++i) {
     const float x = At(final_state, c.state_dtype, i);
-    const int64_t row = i / (c.M() * c.HV * c.V * c.K);
-    if (IsMalformed(c, row) ? !std::isnan(x) : !std::isfinite(x)) {
-      return "final_state of row " + std::to_string(row) + " has " + std::to_string(x);
-    }
+    const int64_t state = i / (c.HV * c.V * c.K);
+    const bool malformed = c.pools == 0 && IsMalformed(c, state / c.M());
+    const bool kept = c.pools > 0 && !written[state];
+    const bool good = malformed ? std::isnan(x)
+                      : kept    ? x == At(initial_state, c.state_dtype, i)
+                                : std::isfinite(x);
+    if (!good) return "state " + std::to_string(state) + " has " + std::to_string(x);
   }
   return "";
 }

@@ -1,6 +1,6 @@
 // Calls the CPU kernels, every instruction set this machine has, on heap buffers of exactly the
 // contract's sizes: to be built with a sanitizer of the compiler. run_cpu.sh does, and runs it.
-// With --plant, `o` is one row short: the address sanitizer has to report it.
+// With --plant and an op, `o` is one row short: the address sanitizer has to report it.
 //
 // Malformed offsets have to come back as an error. The exit status counts what went wrong.
 #include <cstdio>
@@ -13,6 +13,8 @@
 
 #include "configs.h"
 #include "ffi/cpu/chunk_fwd.h"
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/recurrent_fwd.h"
 
 namespace jax_kda {
 namespace {
@@ -26,18 +28,44 @@ struct Buffer {
   }
   Bytes bytes() const { return Bytes(data.get(), data.get() + size); }
 
+  template <class T>
+  const T* as() const {
+    return reinterpret_cast<const T*>(data.get());
+  }
+
   size_t size;
   std::unique_ptr<std::byte[]> data;
 };
 
-std::string Run(const Config& c, const cpu::ChunkKernel& kernel, int64_t missing_rows_of_o) {
+struct Op {
+  const char* name;
+  xla::ffi::Error (*run)(const FwdParams& p, const cpu::Kernels& kernels,
+                         const cpu::Executor& executor);
+};
+
+constexpr Op kOps[] = {
+    {"chunk",
+     [](const FwdParams& p, const cpu::Kernels& kernels, const cpu::Executor& executor) {
+       return cpu::ChunkFwd(p, kernels.chunk, executor);
+     }},
+    {"recurrent",
+     [](const FwdParams& p, const cpu::Kernels& kernels, const cpu::Executor& executor) {
+       return cpu::RecurrentFwd(p, kernels.recurrent, executor);
+     }},
+};
+
+std::string Run(const Config& c, const Op& op, const cpu::Kernels& kernels,
+                int64_t missing_rows_of_o) {
   const Operands x = MakeOperands(c);
   const Buffer q(x.q), k(x.k), v(x.v), g(x.g), beta(x.beta), A_log(x.A_log), dt_bias(x.dt_bias);
   const Buffer offsets(x.offsets), initial_state(x.initial_state);
+  const Buffer state_indices(x.state_indices), output_state_indices(x.output_state_indices);
+  const Buffer checkpoint_indices(x.checkpoint_indices);
   const std::byte poison{0xff};  // a NaN in bf16 and in f32
   const Buffer o(Bytes((c.values() - missing_rows_of_o * c.HV * c.V) * SizeOf(c.dtype), poison));
-  const Buffer final_state(
-      Bytes(c.state == State::kNone ? 0 : c.states() * SizeOf(c.state_dtype), poison));
+  const bool separate = c.has_final_state() && !c.in_place;
+  const Buffer own_final_state(Bytes(separate ? c.states() * SizeOf(c.state_dtype) : 0, poison));
+  const Buffer& final_state = c.in_place ? initial_state : own_final_state;
 
   FwdParams p = MakeParams(c);
   p.q = q.data.get();
@@ -45,17 +73,20 @@ std::string Run(const Config& c, const cpu::ChunkKernel& kernel, int64_t missing
   p.v = v.data.get();
   p.g = g.data.get();
   p.beta = beta.data.get();
-  p.A_log = reinterpret_cast<const float*>(A_log.data.get());
-  p.dt_bias = reinterpret_cast<const float*>(dt_bias.data.get());
-  p.offsets = reinterpret_cast<const int32_t*>(offsets.data.get());
+  p.A_log = A_log.as<float>();
+  p.dt_bias = dt_bias.as<float>();
+  p.offsets = offsets.as<int32_t>();
   p.initial_state = initial_state.data.get();
+  p.state_indices = state_indices.as<int32_t>();
+  p.output_state_indices = output_state_indices.as<int32_t>();
+  p.checkpoint_indices = checkpoint_indices.as<int32_t>();
   p.o = o.data.get();
   p.final_state = final_state.data.get();
 
   std::vector<std::thread> threads;
   const cpu::Executor executor{
       3, [&threads](std::function<void()> task) { threads.emplace_back(std::move(task)); }};
-  const xla::ffi::Error error = cpu::ChunkFwd(p, kernel, executor);
+  const xla::ffi::Error error = op.run(p, kernels, executor);
   for (std::thread& thread : threads) thread.join();
   if (!c.malformed_rows.empty()) return error.failure() ? "" : "malformed offsets were accepted";
   return error.failure() ? error.message() : Judge(c, o.bytes(), final_state.bytes());
@@ -65,19 +96,27 @@ std::string Run(const Config& c, const cpu::ChunkKernel& kernel, int64_t missing
 }  // namespace jax_kda
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == "--plant") {
-    jax_kda::Run(jax_kda::kPlanted, *jax_kda::cpu::ChunkKernels().front(), /*missing_rows_of_o=*/1);
+  if (argc > 2 && std::string(argv[1]) == "--plant") {
+    for (const jax_kda::Op& op : jax_kda::kOps) {
+      if (std::string(argv[2]) != op.name) continue;
+      jax_kda::Run(jax_kda::kPlanted, op, *jax_kda::cpu::SupportedKernels().front(),
+                   /*missing_rows_of_o=*/1);
+    }
     return 0;
   }
   std::vector<jax_kda::Config> configs = jax_kda::kConfigs;
-  configs.insert(configs.end(), jax_kda::kCpuConfigs.begin(), jax_kda::kCpuConfigs.end());
+  for (const auto* more : {&jax_kda::kPoolConfigs, &jax_kda::kCpuConfigs}) {
+    configs.insert(configs.end(), more->begin(), more->end());
+  }
   int failures = 0;
-  for (const jax_kda::cpu::ChunkKernel* kernel : jax_kda::cpu::ChunkKernels()) {
-    for (const jax_kda::Config& config : configs) {
-      const std::string fault = jax_kda::Run(config, *kernel, /*missing_rows_of_o=*/0);
-      std::printf("%-4s %s: %s%s%s\n", fault.empty() ? "ok" : "FAIL", kernel->name, config.name,
-                  fault.empty() ? "" : ": ", fault.c_str());
-      failures += !fault.empty();
+  for (const jax_kda::cpu::Kernels* kernels : jax_kda::cpu::SupportedKernels()) {
+    for (const jax_kda::Op& op : jax_kda::kOps) {
+      for (const jax_kda::Config& config : configs) {
+        const std::string fault = jax_kda::Run(config, op, *kernels, /*missing_rows_of_o=*/0);
+        std::printf("%-4s %s, %s: %s%s%s\n", fault.empty() ? "ok" : "FAIL", op.name, kernels->name,
+                    config.name, fault.empty() ? "" : ": ", fault.c_str());
+        failures += !fault.empty();
+      }
     }
   }
   return failures;
