@@ -9,7 +9,7 @@ transposed. docs/layer.md tells the rest.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,9 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.typing import ArrayLike
 
 from . import validate
-from .api import chunk_kda
+from .api import chunk_kda, recurrent_kda
 
-# Calls of at most this many tokens that continue sequences go through `recurrent_kda`.
-MAX_RECURRENT_LENGTH = 16
+MAX_RECURRENT_LENGTH = 16  # tokens a call: what keeps a cache uses `recurrent_kda` up to here
 KERNEL_INIT = nnx.initializers.normal(0.02)
 BIAS_INIT = nnx.initializers.zeros_init()
 
@@ -103,6 +102,12 @@ class KimiDeltaAttention(nnx.Module):
         H, K = num_heads, head_dim
         HV = H if num_v_heads is None else num_v_heads
         V = K if head_v_dim is None else head_v_dim
+        if H < 1 or HV < 1 or HV % H:
+            raise ValueError(
+                f"`num_v_heads` must be a positive multiple of num_heads = {H}; got {HV}"
+            )
+        if dtype is not None and jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+            raise TypeError(f"`dtype` must be bfloat16, float32 or None; got {jnp.dtype(dtype)}")
         self.hidden_size = hidden_size
         self.num_heads = H
         self.num_v_heads = HV
@@ -301,49 +306,51 @@ class KimiDeltaAttention(nnx.Module):
         B, T, _ = x.shape
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         M = None if packing is None else packing.spans.shape[1]
-        if cache is None:
-            past = LayerCache(None, None, None, None)
-        elif cache.state.shape[0] == B * (M or 1):
-            past = cache
-        else:
+        if cache is not None and cache.state.shape[0] != B * (M or 1):
             raise ValueError(
                 f"`cache` must have N = {B * (M or 1)} sequences; got {cache.state.shape[0]}"
             )
+        past_q, past_k, past_v, state = cache or (None, None, None, None)
 
         def heads(u, conv1d, past):
             if conv1d is None:
                 return jax.nn.silu(u.astype(jnp.float32)).astype(u.dtype), None
             return conv1d(u, past, packing, output_cache)
 
-        q, past_q = heads(self.q_proj(x), self.q_conv1d, past.q)
-        k, past_k = heads(self.k_proj(x), self.k_conv1d, past.k)
-        v, past_v = heads(self.v_proj(x), self.v_conv1d, past.v)
+        q, past_q = heads(self.q_proj(x), self.q_conv1d, past_q)
+        k, past_k = heads(self.k_proj(x), self.k_conv1d, past_k)
+        v, past_v = heads(self.v_proj(x), self.v_conv1d, past_v)
         g = self.f_proj(x) if self.f_rank is None else self.f_b_proj(self.f_a_proj(x))
         z = self.g_proj(x) if self.g_rank is None else self.g_b_proj(self.g_a_proj(x))
-        o, state = chunk_kda(
+        operands = (
             q.reshape(B, T, H, K),
             k.reshape(B, T, H, K),
             v.reshape(B, T, HV, V),
             g.reshape(B, T, HV, K),
             self.b_proj(x),
-            A_log=self.A_log[...],
-            dt_bias=self.dt_bias[...],
-            lower_bound=self.lower_bound,
-            initial_state=past.state,
-            output_final_state=output_cache,
-            segment_ids=None if packing is None else packing.segment_ids,
-            max_segments=M,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            implementation=self.implementation,
         )
+        options: dict[str, Any] = {
+            "A_log": self.A_log[...],
+            "dt_bias": self.dt_bias[...],
+            "lower_bound": self.lower_bound,
+            "segment_ids": None if packing is None else packing.segment_ids,
+            "max_segments": M,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "implementation": self.implementation,
+        }
+        if output_cache and T <= MAX_RECURRENT_LENGTH:
+            o, state = recurrent_kda(*operands, state, **options)
+        else:
+            options |= {"initial_state": state, "output_final_state": output_cache}
+            o, state = chunk_kda(*operands, **options)
         o = self.o_norm(o, z.reshape(B, T, HV, V))
         y = self.o_proj(o.reshape(B, T, HV * V), out_sharding=_explicit_sharding(x))
         if packing is not None and packing.place is not None:
             y = _take(y, packing.place)
-        return y, LayerCache(past_q, past_k, past_v, state) if output_cache else None
+        return y, None if state is None else LayerCache(past_q, past_k, past_v, state)
 
 
 class ShortConvolution(nnx.Module):
@@ -461,7 +468,7 @@ def _present(mask, B, T):
         )
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
         raise TypeError(f"`padding_mask` must have dtype bool or an integer one; got {mask.dtype}")
-    return mask != 0
+    return mask.astype(bool)
 
 
 def _taps(u, past, packing, W):
@@ -470,12 +477,13 @@ def _taps(u, past, packing, W):
     if packing is None:
         inputs = _after(past, u, W)
         return [inputs[:, w : w + T] for w in range(W)]
+    M = packing.spans.shape[1]
     taps = [u]
     for lag in range(1, W):
         before = jnp.zeros_like(u)
         if past is not None:
             index = (W - 1) * packing.sequence + W - 1 - lag + packing.since
-            before = _take(past.reshape(B, -1, C).astype(u.dtype), index)
+            before = _take(past.astype(u.dtype).reshape(B, M * (W - 1), C), index)
         earlier = jnp.pad(u, ((0, 0), (lag, 0), (0, 0)))[:, :T]
         taps.append(jnp.where((packing.since >= lag)[..., None], earlier, before))
     return taps[::-1]
@@ -483,18 +491,20 @@ def _taps(u, past, packing, W):
 
 def _newest(u, past, packing, W):
     """The last W - 1 inputs of every sequence [N, W - 1, C]."""
-    B, T, C = u.shape
+    T, C = u.shape[1:]
     if packing is None:
         return _after(past, u, W)[:, T:].astype(u.dtype if past is None else past.dtype)
     begin, end = packing.spans[..., :1], packing.spans[..., 1:]
+    B, M = begin.shape[:2]
     w = jnp.arange(W - 1, dtype=jnp.int32)[None, None, :]
     token = end - (W - 1) + w  # [B, M, W - 1]
     inside = token >= begin
-    newest = _take(u, jnp.where(inside, token, T).reshape(B, -1)).reshape(-1, W - 1, C)
+    newest = _take(u, jnp.where(inside, token, T).reshape(B, M * (W - 1)))
+    newest = newest.reshape(B * M, W - 1, C)
     if past is None:
         return newest
-    kept = _take(past, (end - begin + w).reshape(-1, W - 1))
-    return jnp.where(inside.reshape(-1, W - 1, 1), newest.astype(past.dtype), kept)
+    kept = _take(past, (end - begin + w).reshape(B * M, W - 1))
+    return jnp.where(inside.reshape(B * M, W - 1, 1), newest.astype(past.dtype), kept)
 
 
 def _after(past, u, W):

@@ -1,7 +1,9 @@
 """`jax_kda.layers`: the vectors of other implementations, caches, padding, Flax's transforms."""
 
 import functools
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-pytest.importorskip("flax")
+nnx = pytest.importorskip("flax.nnx", reason="needs jax_kda[flax]")
 
-from flax import nnx
+from flax import linen  # noqa: E402
 
-import jax_kda
-from jax_kda import layers
-from jax_kda.layers import KimiDeltaAttention
+import jax_kda  # noqa: E402
+from jax_kda import layers  # noqa: E402
+from jax_kda.layers import KimiDeltaAttention  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 
@@ -25,6 +30,16 @@ DATA = Path(__file__).parent / "data"
 def on_the_cpu():
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@functools.partial(nnx.jit, static_argnames=("max_segments",))
+def call(layer, x, **packing):
+    return layer(x, **packing)
+
+
+@functools.partial(nnx.jit, static_argnames=("max_segments",))
+def extend(layer, x, cache=None, **packing):
+    return layer.extend(x, cache, **packing)
 
 
 # ---- Vectors of other implementations ------------------------------------------------------------
@@ -80,17 +95,14 @@ def entry(name: str, array: np.ndarray, layer: KimiDeltaAttention):
 
 
 def make_layer(options: dict[str, Any], tensors: dict[str, np.ndarray]) -> KimiDeltaAttention:
-    layer = KimiDeltaAttention(**options, rngs=nnx.Rngs(0))
-    state = nnx.to_pure_dict(nnx.state(layer))
-    count = 0
+    layer = nnx.eval_shape(lambda: KimiDeltaAttention(**options, rngs=nnx.Rngs(0)))
+    parameters = dict(nnx.to_flat_state(nnx.state(layer)))
     for name, tensor in tensors.items():
         path, value = entry(name, tensor, layer)
-        parent = functools.reduce(dict.__getitem__, path[:-1], state)
-        assert parent[path[-1]].shape == value.shape
-        parent[path[-1]] = jnp.asarray(value)
-        count += 1
-    assert count == len(jax.tree.leaves(state))
-    nnx.update(layer, state)
+        parameter = parameters.pop(path)
+        assert parameter.shape == value.shape
+        parameter.set_value(jnp.asarray(value))
+    assert not parameters
     return layer
 
 
@@ -104,6 +116,11 @@ def check(name: str, actual: Any, expected: np.ndarray, bound: float = 2e-5) -> 
     assert actual.shape == expected.shape, name
     error, size = np.abs(actual - expected).max(), np.abs(expected).max()
     assert error <= bound * size, f"{name}: {error:.2e} of {size:.2e}"
+
+
+def cache_of(layer: KimiDeltaAttention) -> layers.LayerCache:
+    names = ("cached_q", "cached_k", "cached_v", "cached_state")
+    return layers.LayerCache(*(getattr(layer, name)[...] for name in names))
 
 
 def check_cache(cache: layers.LayerCache, x: dict[str, np.ndarray], when: str) -> None:
@@ -124,7 +141,7 @@ def check_cache(cache: layers.LayerCache, x: dict[str, np.ndarray], when: str) -
 def test_vector_without_cache(name: str):
     options, _, x = load(name)
     layer = make_layer(options, below("weights/", x))
-    check("y", nnx.jit(layer)(x["x"]), x["y_full"])
+    check("y", call(layer, x["x"]), x["y_full"])
 
 
 @pytest.mark.parametrize("name", VECTORS)
@@ -132,13 +149,12 @@ def test_vector_prefill_and_decode(name: str):
     options, prefill, x = load(name)
     layer = make_layer(options, below("weights/", x))
     layer.init_cache(x["x"].shape[0])
-    step = nnx.jit(lambda layer, x: layer(x))
-    ys = [step(layer, x["x"][:, :prefill])]
-    check_cache(layer._cache(), x, "prefill")
+    ys = [call(layer, x["x"][:, :prefill])]
+    check_cache(cache_of(layer), x, "prefill")
     for t in range(prefill, x["x"].shape[1]):
-        ys.append(step(layer, x["x"][:, t : t + 1]))
+        ys.append(call(layer, x["x"][:, t : t + 1]))
     check("y", np.concatenate(ys, axis=1), x["y_prefill_decode"])
-    check_cache(layer._cache(), x, "final")
+    check_cache(cache_of(layer), x, "final")
 
 
 @pytest.mark.parametrize("name", VECTORS[:3])
@@ -155,11 +171,17 @@ def test_vector_inside(name: str, monkeypatch: pytest.MonkeyPatch):
         return o, state
 
     monkeypatch.setattr(layers, "chunk_kda", recorded)
-    layer(x["x"])
+
+    @nnx.jit
+    def inside(layer, inputs):
+        layer(inputs)
+        return seen
+
+    seen = inside(layer, x["x"][:1, :12])
     expected = below("mid/", x)
     assert expected.keys() == seen.keys()
     for name, value in expected.items():
-        check(name, seen[name][:1, : value.shape[1]], value)
+        check(name, seen[name], value)
 
 
 @pytest.mark.parametrize("name", [VECTORS[0], VECTORS[2]])
@@ -197,7 +219,7 @@ def test_vector_packed_stack():
     stack, (_, _, x) = make_stack("c01_packed_kimi")
     h, ids = jnp.asarray(x["x"]), x["segment_ids"]
     for i, (norm, layer) in enumerate(stack):
-        o, cache = layer.extend(norm(h), segment_ids=ids, max_segments=3)
+        o, cache = extend(layer, norm(h), segment_ids=ids, max_segments=3)
         h = h + o
         if i == 0:
             check("layer 0", o, x["kda_out_layer0"])
@@ -233,7 +255,261 @@ def test_vector_packed_gradients():
 def test_vector_packed_grouped_heads():
     options, _, x = load("c02_packed_fla")
     layer = make_layer(options, below("weights/", x))
-    y, cache = layer.extend(x["x"], segment_ids=x["segment_ids"], max_segments=3)
+    y, cache = extend(layer, x["x"], segment_ids=x["segment_ids"], max_segments=3)
     check("y", y, x["y_packed"])
     check("y", y, x["y_docs"])
     check_cache(cache, x, "final")
+
+
+# ---- Caches --------------------------------------------------------------------------------------
+
+SMALL = {"hidden_size": 24, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "head_v_dim": 6}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lower_bound": {"lower_bound": -5.0, "num_v_heads": None, "head_v_dim": None},
+    "full_rank": {"f_rank": None, "g_rank": None, "g_bias": True, "allow_neg_eigval": True},
+    "conv_bias": {"conv_bias": True, "conv_size": 3, "f_rank": 5, "g_rank": 3},
+    "one_tap": {"conv_size": 1},
+    "no_convolution": {"use_short_conv": False},
+    "bfloat16": {"dtype": jnp.bfloat16},
+}
+
+
+def small(seed: int = 0, **options: Any) -> KimiDeltaAttention:
+    """A layer with random weights, large enough for every one of them to matter."""
+    layer = nnx.eval_shape(lambda: KimiDeltaAttention(**SMALL | options, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+    for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        shape = parameter.shape
+        scale = 1.5 * shape[0] ** -0.5 if path[-1] == "kernel" else 0.5
+        value = scale * rng.standard_normal(shape)
+        value += {"scale": 1, "dt_bias": -2}.get(path[-1], 0)
+        parameter.set_value(jnp.asarray(value, parameter.dtype))
+    return layer
+
+
+def inputs(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((*shape, 24), np.float32)
+
+
+def tolerance(layer: KimiDeltaAttention) -> float:
+    return 2e-2 if layer.dtype == jnp.bfloat16 else 1e-5
+
+
+def sequence(cache: Any, n: int) -> Any:
+    """One of a cache's sequences; None is the beginning of any."""
+    return jax.tree.map(lambda a: a[n : n + 1], cache)
+
+
+def assert_same_cache(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for name in layers.LayerCache._fields:
+        a, b = getattr(actual, name), getattr(expected, name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b, tolerance, name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_and_decode_are_the_whole(variant: str):
+    layer = small(**VARIANTS[variant])
+    x = inputs(2, 40)
+    y, cache = extend(layer, x)
+    assert_close(call(layer, x), y, tolerance(layer))
+    layer.init_cache(2)
+    ys = [call(layer, part) for part in np.split(x, [0, 20, 25, 26, 27, 28, 29], axis=1)]
+    assert_close(np.concatenate(ys, axis=1), y, tolerance(layer), "y")
+    if layer.use_short_conv:
+        assert_same_cache(cache_of(layer), cache, tolerance(layer))
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 64, 65, 200])
+def test_prefill_of_any_length(T: int):
+    layer, n = small(), 5
+    x = inputs(2, T + n)
+    whole, end = extend(layer, x)
+    y, cache = extend(layer, x[:, :T])
+    assert y.shape == (2, T, 24)
+    assert_close(y, whole[:, :T], 1e-5, "prefill")
+    for t in range(T, T + n):
+        y, cache = extend(layer, x[:, t : t + 1], cache)
+        assert_close(y, whole[:, t : t + 1], 1e-5, f"token {t}")
+    assert_same_cache(cache, end)
+
+
+@pytest.mark.parametrize("split", [(64,), (64, 128, 192), (1, 30, 47, 130)])
+def test_prefill_in_parts(split: tuple[int, ...]):
+    layer = small(lower_bound=-5.0)
+    x = inputs(2, 230)
+    y, end = extend(layer, x)
+    ys, cache = [], None
+    for part in np.split(x, split, axis=1):
+        part, cache = extend(layer, part, cache)
+        ys.append(part)
+    assert_close(np.concatenate(ys, axis=1), y, 1e-5, "y")
+    assert_same_cache(cache, end)
+
+
+def test_decode_calls_the_recurrent_op(monkeypatch: pytest.MonkeyPatch):
+    called = []
+    for name in ("chunk_kda", "recurrent_kda"):
+        op = getattr(layers, name)
+        record = lambda *args, op=op, name=name, **options: (
+            called.append(name) or op(*args, **options)
+        )
+        monkeypatch.setattr(layers, name, record)
+    layer = small()
+    jax.eval_shape(layer, inputs(1, 16))  # no cache: for training
+    for T in (0, 1, 16, 17):
+        jax.eval_shape(layer.extend, inputs(1, T))
+    assert called == ["chunk_kda", *["recurrent_kda"] * 3, "chunk_kda"]
+
+
+def test_a_decode_step_copies_no_state():
+    layer = small()
+    cache = layer.empty_cache(3)
+    graphdef, parameters = nnx.split(layer)
+
+    def step(parameters, cache, x):
+        return nnx.merge(graphdef, parameters).extend(x, cache)
+
+    step = jax.jit(step, donate_argnums=1).lower(parameters, cache, inputs(3, 1)).compile()
+    shape = ",".join(map(str, cache.state.shape))
+    assert not re.search(rf"f32\[{shape}\]\S* copy\(", step.as_text())
+    pointer = cache.state.unsafe_buffer_pointer()
+    for t in range(3):
+        _, cache = step(parameters, cache, inputs(3, 1, seed=t))
+        assert cache.state.unsafe_buffer_pointer() == pointer
+
+
+def test_cache_goes_away():
+    layer, x = small(), inputs(2, 5)
+    y = call(layer, x)
+    layer.init_cache(2)
+    call(layer, x)
+    assert set(nnx.pop(layer, nnx.Cache)) == {"cached_q", "cached_k", "cached_v", "cached_state"}
+    np.testing.assert_array_equal(call(layer, x), y)
+
+
+def test_cache_of_bfloat16_states():
+    layer, x = small(), inputs(2, 20)
+    layer.init_cache(2, state_dtype=jnp.bfloat16)
+    y = call(layer, x[:, :18])
+    y = np.concatenate([y, call(layer, x[:, 18:])], axis=1)
+    assert cache_of(layer).state.dtype == jnp.bfloat16
+    assert_close(y, call(small(), x), 5e-3)
+
+
+# ---- Padding and packing -------------------------------------------------------------------------
+
+MASKS = {
+    "left": [[0] * 7 + [1] * 13, [0] * 20, [1] * 20],
+    "right": [[1] * 13 + [0] * 7, [1] * 2 + [0] * 18, [0] * 20],
+    "hole": [[1] * 5 + [0] * 4 + [1] * 11, [0] * 3 + [1, 0] * 8 + [1], [1] * 18 + [0] * 2],
+}
+CONTENTS = {"zeros": 0.0, "large": 1e4, "nan": np.nan}
+
+
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("where", MASKS)
+def test_padding_leaves_no_trace(where: str, B: int):
+    layer = small(g_bias=True, conv_bias=True)
+    mask = np.array(MASKS[where][:B])
+    x, after = inputs(B, 20), inputs(B, 3, seed=2)
+    _, past = extend(layer, inputs(B, 9, seed=3))
+    for before in (None, past):
+        y, cache = extend(layer, x, before, padding_mask=mask)
+        assert not np.any(y[mask == 0])
+        for content in CONTENTS.values():
+            other = np.where(mask[..., None], x, np.float32(content))
+            for mask_dtype in (bool, np.int32):
+                results = extend(layer, other, before, padding_mask=mask.astype(mask_dtype))
+                jax.tree.map(np.testing.assert_array_equal, results, (y, cache))
+
+        z, _ = extend(layer, after, cache)
+        for b, row in enumerate(mask.astype(bool)):  # each row by itself, without padding
+            row_before = sequence(before, b)
+            row_y, row_cache = extend(layer, x[b : b + 1, row], row_before)
+            assert_close(y[b, row], row_y[0], 1e-5, "y")
+            assert_same_cache(sequence(cache, b), row_cache)
+            assert_close(z[b], extend(layer, after[b : b + 1], row_cache)[0][0], 1e-5, "after")
+
+
+def test_padding_in_a_decode_step():
+    layer = small()
+    _, cache = extend(layer, inputs(3, 9))
+    x, mask = inputs(3, 1, seed=2), np.array([[1], [0], [1]])
+    y, new = extend(layer, x, cache, padding_mask=mask)
+    whole, all_new = extend(layer, x, cache)
+    for b in range(3):
+        expected = (whole, all_new) if mask[b] else (np.zeros_like(whole), cache)
+        jax.tree.map(
+            functools.partial(assert_close, tolerance=1e-6),
+            sequence((y, new), b),
+            sequence(expected, b),
+        )
+
+
+def test_padding_has_no_gradient():
+    layer, mask = small(), np.array(MASKS["hole"])
+    x = np.where(mask[..., None], inputs(3, 20), np.float32(np.nan))
+    loss = lambda x: jnp.sum(layer(x, padding_mask=mask) ** 2)
+    dx = jax.jit(jax.grad(loss))(x)
+    assert np.all(np.isfinite(dx)) and not np.any(dx[mask == 0]) and np.all(dx[mask == 1])
+
+
+IDS = np.array([[1] * 40 + [2] * 60 + [0] * 28, [0] * 2 + [7] + [3] * 2 + [0] * 20 + [3] * 103])
+
+
+def runs(row: np.ndarray) -> list[tuple[int, int]]:
+    """Where the segments of a row are."""
+    edges = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
+    return [(i, j) for i, j in itertools.pairwise(edges) if row[i] != 0]
+
+
+@pytest.mark.parametrize("variant", ["plain", "conv_bias", "one_tap"])
+def test_packed_sequences_are_alone(variant: str):
+    layer, x = small(**VARIANTS[variant]), inputs(2, 128)
+    y, cache = extend(layer, x, segment_ids=IDS, max_segments=4)
+    assert_close(call(layer, x, segment_ids=IDS, max_segments=4), y, 1e-6)
+    assert not np.any(y[IDS == 0])
+    for b, row in enumerate(IDS):
+        for m, (begin, end) in enumerate(runs(row)):
+            alone, alone_cache = extend(layer, x[b : b + 1, begin:end])
+            assert_close(y[b, begin:end], alone[0], 1e-5, "y")
+            assert_same_cache(sequence(cache, 4 * b + m), alone_cache)
+
+
+def test_packed_sequences_continue():
+    """Two calls with the same sequences in each, of other lengths; unused ones stay as they are."""
+    layer, x = small(), inputs(1, 30)
+    first = np.array([[1] * 2 + [2] * 20 + [0] * 2 + [3] * 6])
+    second = np.array([[9] * 7 + [4] * 1 + [5] * 9 + [0] * 13])
+    _, start = extend(layer, inputs(4, 5, seed=4))
+    _, cache = extend(layer, x, start, segment_ids=first, max_segments=4)
+    y, cache = extend(layer, x, cache, segment_ids=second, max_segments=4)
+    for m, ((i, j), (k, l)) in enumerate(zip(runs(first[0]), runs(second[0]), strict=True)):
+        both = np.concatenate([x[:, i:j], x[:, k:l]], axis=1)
+        alone, alone_cache = extend(layer, both, sequence(start, m))
+        assert_close(y[:, k:l], alone[:, j - i :], 1e-5, "y")
+        assert_same_cache(sequence(cache, m), alone_cache)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), cache, start)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    layer, x = small(), inputs(2, 128)
+    other = np.where((IDS == 1)[..., None], inputs(2, 128, seed=5), x)
+    other = np.where((IDS == 0)[..., None], np.float32(np.nan), other)
+    y, z = (call(layer, x, segment_ids=IDS, max_segments=4) for x in (x, other))
+    np.testing.assert_array_equal(y[IDS != 1], z[IDS != 1])
+    assert np.any(y[IDS == 1] != z[IDS == 1])
+
+
+def test_packed_decode_of_short_rows():
+    layer, x = small(), inputs(1, 8)
+    ids = np.array([[1, 1, 2, 0, 3, 3, 3, 3]])
+    _, start = extend(layer, inputs(3, 5, seed=4))
+    y, cache = extend(layer, x, start, segment_ids=ids, max_segments=3)
+    for m, (i, j) in enumerate(runs(ids[0])):
+        alone = extend(layer, x[:, i:j], sequence(start, m))
+        assert_close(y[:, i:j], alone[0], 1e-5, "y")
+        assert_same_cache(sequence(cache, m), alone[1])
