@@ -5,6 +5,7 @@ results are judged on the host in float64.
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kda import chunk_kda
+from jax_kda import chunk_kda, recurrent_kda
 
 OPERANDS = ("q", "k", "v", "g", "beta")
 
@@ -71,10 +72,19 @@ def op(x: dict[str, Any], **options: Any) -> Any:
     return chunk_kda(**arguments)
 
 
-def run(platform: Platform, x: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def step(x: dict[str, Any], **options: Any) -> tuple[jax.Array, jax.Array]:
+    """`recurrent_kda` on the same arguments as `op`."""
+    arguments: dict[str, Any] = {**x, **options}
+    state = arguments.pop("initial_state", None)
+    return recurrent_kda(**arguments, state=state)
+
+
+def run(
+    platform: Platform, x: dict[str, Any], f: Callable[..., Any] = op, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and final state of the compiled kernel."""
     with jax.default_device(jax.local_devices(backend=platform.name)[0]):
-        o, state = op(x, **options, implementation="ffi")
+        o, state = f(x, **options, implementation="ffi")
     return np.asarray(o), np.asarray(state)
 
 
