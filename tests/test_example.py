@@ -1,0 +1,105 @@
+"""examples/train_bytes.py from end to end, very small: it learns, stops, resumes and writes."""
+
+import importlib.util
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+for module in ("flax", "matplotlib", "optax", "safetensors", "tqdm"):
+    pytest.importorskip(module, reason="needs jax_kda[examples]")
+
+from flax import nnx  # noqa: E402
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples/train_bytes.py"
+TINY = ["--size", "tiny", "--count", "20"]
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion() -> Iterator[None]:
+    """Optax relies on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("train_bytes", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_bytes"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_trains_stops_resumes_and_writes(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = script.main([*TINY, "--out", str(tmp_path / "whole"), "--without-kda"])
+    output = capsys.readouterr().out
+    assert whole["training loss"] < np.log(256) < whole["entropy"] * 2
+    assert set(whole) == {
+        "entropy",
+        "training loss",
+        "held-out loss",
+        "the same with KDA's output zeroed",
+        "trained with it zeroed",
+    }
+    assert re.search(r"\n----\ndef .*\n----\n\d+ bytes, \d+ bytes/s\n$", output, re.DOTALL)
+    assert (tmp_path / "whole/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "whole/without_kda.safetensors").exists()
+
+    parts = [*TINY, "--out", str(tmp_path / "parts")]
+    script.main([*parts, "--stop", "7"])
+    resumed = script.main(parts)
+    file = "model.safetensors"
+    assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert resumed["held-out loss"] == whole["held-out loss"]
+
+    with pytest.raises(SystemExit, match="is from other settings"):
+        script.main([*parts, "--steps", "30"])
+
+
+def test_writing_is_what_the_model_says(script: Any):
+    """Prefill and decode with the cache choose the bytes that whole forward passes choose."""
+    size = script.SIZES["tiny"]
+    model = script.ByteModel(size, nnx.Rngs(3))
+    init = jax.random.normal(jax.random.key(0), model.head.kernel.shape)
+    model.head.kernel.set_value(init)
+    prompt = b"import this"
+    written = b"".join(itertools.islice(script.generate(model, prompt, 1e-6, 0), 12))
+    text = bytes([script.START]) + prompt
+    whole = nnx.jit(lambda model, text: model(text))
+    padded = np.zeros((1, len(text) + 12), np.int32)
+    for byte in written:
+        padded[0, : len(text)] = list(text)
+        assert byte == jnp.argmax(whole(model, jnp.asarray(padded))[0, len(text) - 1])
+        text += bytes([byte])
+    assert len(written) > 3
+    assert not jax.tree.leaves(nnx.state(model, nnx.Cache))
+
+
+def test_rows_keep_documents_apart(script: Any):
+    size = script.SIZES["tiny"]
+    train, held_out = script.read_corpus(size.length)
+    assert len(train.bytes) > 10 * len(held_out.bytes) > 0
+    assert np.min(np.bincount(train.document)) > size.length
+    starts = np.flatnonzero(train.bytes == script.START)
+    np.testing.assert_array_equal(train.document[starts], np.arange(len(starts)))
+
+    corpus = script.Corpus([bytes([i + 1] * 70) for i in range(9)])
+    assert corpus.entropy() == pytest.approx(np.log(9), rel=0.05)
+    rows = {name: np.asarray(x) for name, x in corpus.rows(size, seed=1).items()}
+    assert rows["segment_ids"].max() == 2
+    known = rows["weights"] == 1
+    np.testing.assert_array_equal(rows["targets"][known & (rows["targets"] == 0)], [])
+    inside = known & (rows["inputs"] != 0)
+    np.testing.assert_array_equal(rows["inputs"][inside], rows["targets"][inside])
+    assert 0 < (~known).sum() < 10
