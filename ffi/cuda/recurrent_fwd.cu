@@ -60,20 +60,6 @@ __device__ uint4 Pack(const float (&x)[8]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// States stream through: each is used once.
-__device__ uint64_t EvictFirst() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-// Starts to copy 16 bytes to shared memory.
-__device__ void CopyAsync(uint4* to, const void* from, uint64_t policy) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
-               "l"(from), "l"(policy)
-               : "memory");
-}
-
 __device__ float Load(const void* p, DType dtype, int64_t i) {
   return dtype == DType::kF32 ? static_cast<const float*>(p)[i]
                               : __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
@@ -284,13 +270,12 @@ __global__ void __launch_bounds__(kThreads, kOneToken ? (K == 256 ? 2 : 4) : (K 
   const State* from =
       static_cast<const State*>(p.initial_state) + (slots.read * HV + h) * V * K + channel;
   State* to = static_cast<State*>(p.final_state) + (slots.write * HV + h) * V * K + channel;
-  const uint64_t policy = EvictFirst();
   auto load = [&](int v, int stage) {
     if (slots.read >= 0 && v < v_end) {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        CopyAsync(ring + (stage * kPieces + j) * kThreads, from + v * K + j * kLanes * kSize,
-                  policy);
+        __pipeline_memcpy_async(ring + (stage * kPieces + j) * kThreads,
+                                from + v * K + j * kLanes * kSize, 16);
       }
     }
     __pipeline_commit();

@@ -1,4 +1,4 @@
-// Calls the CUDA launcher on buffers of exactly the contract's sizes, each an allocation of its
+// Calls the CUDA launchers on buffers of exactly the contract's sizes, each an allocation of its
 // own, so that compute-sanitizer sees every access outside them. run.sh runs it under each tool.
 //
 // Without an argument, outputs and workspace hold NaN before each launch, so that what the kernels
@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "configs.h"
 #include "ffi/cuda/launch.h"
@@ -54,21 +55,29 @@ void Poison(const Buffer& buffer, size_t bytes) {  // 0xff bytes are a NaN in bf
   if (bytes > 0) Check(cudaMemset(buffer.get(), 0xff, bytes), "poison");
 }
 
-std::string Run(const Config& c, bool poison, int64_t missing_rows_of_o) {
+enum class Op { kChunk, kRecurrent };
+
+std::string Run(const Config& c, Op op, bool poison, int64_t missing_rows_of_o) {
   const Operands x = MakeOperands(c);
   const Buffer q = Upload(x.q), k = Upload(x.k), v = Upload(x.v), g = Upload(x.g);
   const Buffer beta = Upload(x.beta), A_log = Upload(x.A_log), dt_bias = Upload(x.dt_bias);
   const Buffer offsets = Upload(x.offsets), initial_state = Upload(x.initial_state);
+  const Buffer state_indices = Upload(x.state_indices);
+  const Buffer output_state_indices = Upload(x.output_state_indices);
+  const Buffer checkpoint_indices = Upload(x.checkpoint_indices);
 
   FwdParams p = MakeParams(c);
   const size_t o_bytes = (c.values() - missing_rows_of_o * c.HV * c.V) * SizeOf(c.dtype);
-  const size_t state_bytes = c.state == State::kNone ? 0 : c.states() * SizeOf(c.state_dtype);
-  p.workspace_bytes = ChunkFwdWorkspaceBytes(c.B, c.T, c.HV, p.M, c.offsets_step != 0);
-  const Buffer o = Allocate(o_bytes), final_state = Allocate(state_bytes);
+  const size_t state_bytes = c.has_final_state() ? c.states() * SizeOf(c.state_dtype) : 0;
+  if (op == Op::kChunk) {
+    p.workspace_bytes = ChunkFwdWorkspaceBytes(c.B, c.T, c.HV, p.M, c.offsets_step != 0);
+  }
+  const Buffer o = Allocate(o_bytes), own_final_state = Allocate(c.in_place ? 0 : state_bytes);
+  const Buffer& final_state = c.in_place ? initial_state : own_final_state;
   const Buffer workspace = Allocate(p.workspace_bytes);
   Poison(o, o_bytes);
   if (poison) {
-    Poison(final_state, state_bytes);
+    Poison(own_final_state, c.in_place ? 0 : state_bytes);
     Poison(workspace, p.workspace_bytes);
   }
 
@@ -81,10 +90,14 @@ std::string Run(const Config& c, bool poison, int64_t missing_rows_of_o) {
   p.dt_bias = reinterpret_cast<const float*>(dt_bias.get());
   p.offsets = reinterpret_cast<const int32_t*>(offsets.get());
   p.initial_state = initial_state.get();
+  p.state_indices = reinterpret_cast<const int32_t*>(state_indices.get());
+  p.output_state_indices = reinterpret_cast<const int32_t*>(output_state_indices.get());
+  p.checkpoint_indices = reinterpret_cast<const int32_t*>(checkpoint_indices.get());
   p.o = o.get();
-  p.final_state = final_state.get();
+  p.final_state = c.has_final_state() ? final_state.get() : nullptr;
   p.workspace = workspace.get();
-  const ffi::Error error = LaunchChunkFwdSm90(p, cudaStreamPerThread);
+  const ffi::Error error = op == Op::kChunk ? LaunchChunkFwdSm90(p, cudaStreamPerThread)
+                                            : LaunchRecurrentFwd(p, cudaStreamPerThread);
   if (error.failure()) return error.message();
   Check(cudaStreamSynchronize(cudaStreamPerThread), c.name);
   if (missing_rows_of_o > 0) return "";
@@ -101,18 +114,25 @@ int main(int argc, char** argv) {
     return 101;
   }
   if (mode == "--plant") {
-    const std::string fault =
-        jax_kda::Run(jax_kda::kPlanted, /*poison=*/true, /*missing_rows_of_o=*/1);
-    std::printf("planted: %s\n", fault.empty() ? "launched" : fault.c_str());
+    for (const auto op : {jax_kda::Op::kChunk, jax_kda::Op::kRecurrent}) {
+      const std::string fault =
+          jax_kda::Run(jax_kda::kPlanted, op, /*poison=*/true, /*missing_rows_of_o=*/1);
+      std::printf("planted: %s\n", fault.empty() ? "launched" : fault.c_str());
+    }
     return 0;
   }
+  std::vector<jax_kda::Config> configs = jax_kda::kConfigs;
+  configs.insert(configs.end(), jax_kda::kPoolConfigs.begin(), jax_kda::kPoolConfigs.end());
   int failures = 0;
-  for (const jax_kda::Config& config : jax_kda::kConfigs) {
-    const std::string fault =
-        jax_kda::Run(config, /*poison=*/mode != "--raw", /*missing_rows_of_o=*/0);
-    std::printf("%-4s %s%s%s\n", fault.empty() ? "ok" : "FAIL", config.name,
-                fault.empty() ? "" : ": ", fault.c_str());
-    failures += !fault.empty();
+  for (const auto op : {jax_kda::Op::kChunk, jax_kda::Op::kRecurrent}) {
+    const char* name = op == jax_kda::Op::kChunk ? "chunk" : "recurrent";
+    for (const jax_kda::Config& config : configs) {
+      const std::string fault =
+          jax_kda::Run(config, op, /*poison=*/mode != "--raw", /*missing_rows_of_o=*/0);
+      std::printf("%-4s %s: %s%s%s\n", fault.empty() ? "ok" : "FAIL", name, config.name,
+                  fault.empty() ? "" : ": ", fault.c_str());
+      failures += !fault.empty();
+    }
   }
   return failures;
 }
