@@ -98,10 +98,11 @@ def table(rows: list[dict], machine: dict, header: str) -> str:
         "| x jax_kda | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    skipped: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         cells = [row["case"], row["implementation"]]
         if row["skipped"]:
-            lines.append("| " + " | ".join([*cells, *[""] * 6, row["skipped"]]) + " |")
+            skipped.setdefault((row["implementation"], row["skipped"]), []).append(row["case"])
             continue
         cells += [f"{row['seconds'] * 1e3:.4f}"]
         cells += [f"{row[error]:.2g}" for error in ("o_error", "state_error")]
@@ -111,7 +112,16 @@ def table(rows: list[dict], machine: dict, header: str) -> str:
         else:
             cells += ["wrong"] * 3
         lines.append("| " + " | ".join([*cells, row["note"]]) + " |")
+    if skipped:
+        lines += ["", "Not measured:", ""]
+    for (implementation, reason), cases in skipped.items():
+        lines.append(f"* {implementation}, {reason}: {', '.join(cases)}")
     return "\n".join(lines) + "\n"
+
+
+def commit() -> str:
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown commit"
 
 
 def plot(rows: list[dict], machine: dict, path: Path) -> None:
@@ -135,6 +145,24 @@ def plot(rows: list[dict], machine: dict, path: Path) -> None:
     axes.set_title(f"KDA forward, {machine['device']}; lower is better")
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def write(rows: list[dict], machine: dict, platform: str, names: list[str], folder: Path) -> str:
+    """Judges the rows and writes the three files; returns the table."""
+    for row in rows:
+        if not row["skipped"]:
+            row["right"] = right(row, platform)
+    add_ratios(rows, machine, platform)
+    rows.sort(key=lambda row: names.index(row["case"]))
+    command = " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
+    document = {"command": command, "commit": commit(), "machine": machine, "rows": rows}
+    report = table(rows, machine, f"`{command}` at {document['commit']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / ("cpu" if platform == "cpu" else machine["device"].lower().replace(" ", "-"))
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report)
+    plot(rows, machine, stem.with_suffix(".png"))
+    return report
 
 
 def main() -> int:
@@ -178,7 +206,8 @@ def main() -> int:
     else:
         implementations = ["jax_kda", "reference"] if platform == "cpu" else list(IMPLEMENTATIONS)
 
-    rows = []
+    rows: list[dict] = []
+    report = ""
     with tempfile.TemporaryDirectory() as scratch:
         judge(names, Path(scratch))
         for implementation in implementations:
@@ -189,24 +218,7 @@ def main() -> int:
             timeout = 600 if implementation == "jax_kda" else args.seconds + 120
             found = run_worker(implementation, *names, *options, timeout=timeout, env=impl.env)
             rows += [{"implementation": implementation, "note": impl.note, **row} for row in found]
-    for row in rows:
-        if not row["skipped"]:
-            row["right"] = right(row, platform)
-    add_ratios(rows, machine, platform)
-    rows.sort(key=lambda row: names.index(row["case"]))
-
-    command = "python benchmarks/bench.py " + " ".join(sys.argv[1:])
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown commit"
-    report = table(rows, machine, f"`{command.strip()}` at {commit}")
-    args.output.mkdir(parents=True, exist_ok=True)
-    stem = args.output / (
-        "cpu" if platform == "cpu" else machine["device"].lower().replace(" ", "-")
-    )
-    document = {"command": command, "commit": commit, "machine": machine, "rows": rows}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(report)
-    plot(rows, machine, stem.with_suffix(".png"))
+            report = write(rows, machine, platform, names, args.output)  # a killed run leaves these
     print(report)
     ours = [row for row in rows if row["implementation"] == "jax_kda" and row.get("right")]
     return 0 if "jax_kda" not in implementations or len(ours) == len(names) else 1
