@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kda import chunk_kda, fwd, kda_gate, reference
+from jax_kda import chunk_kda, fwd, kda_gate, recurrent_kda, reference
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 8, 6
 FLOATS = 'must have dtype bfloat16 or float32 (float64 only with implementation="reference")'
@@ -33,6 +33,11 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 def packed(**changes: Any) -> dict[str, Any]:
     return {name: a[:1] for name, a in arguments().items()} | changes
+
+
+def pooled(**changes: Any) -> dict[str, Any]:
+    x = arguments(initial_state=zeros(7, HV, V, K), output_final_state=True)
+    return x | {"state_indices": np.array([3, -1])} | changes
 
 
 SHAPES = [
@@ -121,6 +126,32 @@ SHAPES = [
         arguments(segment_ids=np.ones((B, T + 1), int), max_segments=2),
         "`segment_ids` must have shape [B, T] = [2, 5]; got [2, 6]",
     ),
+    (
+        pooled(initial_state=zeros(7, HV, K, V)),
+        "`initial_state` must have shape [slots, HV, V, K] = [slots, 4, 6, 8] with at least one "
+        "slot; got [7, 4, 8, 6]",
+    ),
+    (
+        pooled(initial_state=zeros(0, HV, V, K)),
+        "`initial_state` must have shape [slots, HV, V, K] = [slots, 4, 6, 8] with at least one "
+        "slot; got [0, 4, 6, 8]",
+    ),
+    (
+        pooled(state_indices=[1, 2, 3]),
+        "`state_indices` must have shape [N] = [2]; got [3]",
+    ),
+    (
+        pooled(output_state_indices=np.zeros((2, 1), int)),
+        "`output_state_indices` must have shape [N] = [2]; got [2, 1]",
+    ),
+    (
+        pooled(segment_ids=np.ones((B, T), int), max_segments=3),
+        "`state_indices` must have shape [N] = [6]; got [2]",
+    ),
+    (
+        pooled(checkpoint_indices=[[1], [2]]),
+        "`checkpoint_indices` must have shape [N, T//64] = [2, 0]; got [2, 1]",
+    ),
 ]
 
 VALUES = [
@@ -166,6 +197,25 @@ VALUES = [
         arguments(allow_neg_eigval=True),
         "`allow_neg_eigval` must be False unless use_beta_sigmoid_in_kernel=True; got True",
     ),
+    (
+        pooled(initial_state=None),
+        "`initial_state` must be the pool that indices choose slots of, [slots, HV, V, K]; "
+        "got None",
+    ),
+    (
+        pooled(output_state_indices=[1, 2], output_final_state=False),
+        "`output_state_indices` must be None where no state is returned; got [1, 2]",
+    ),
+    (
+        pooled(checkpoint_indices=np.zeros((B, 0), np.int32), output_final_state=False),
+        "`checkpoint_indices` must be None where no state is returned; "
+        "got an array of shape [2, 0] and dtype int32",
+    ),
+    (
+        pooled(state_indices=None, checkpoint_indices=np.zeros((B, 0), np.int32)),
+        "`checkpoint_indices` must come with state_indices or output_state_indices; "
+        "got an array of shape [2, 0] and dtype int32 alone",
+    ),
     (arguments(scale=float("nan")), "`scale` must be finite; got nan"),
     (
         arguments(implementation="cuda"),
@@ -206,6 +256,22 @@ TYPES = [
     (
         arguments(segment_ids=np.ones((B, T), int), max_segments=1.0),
         "`max_segments` must be a Python int; got 1.0",
+    ),
+    (
+        pooled(initial_state=zeros(7, HV, V, K, dtype=HALF)),
+        f"`initial_state` {FLOATS}; got float16",
+    ),
+    (
+        pooled(state_indices=np.zeros(B, np.float32)),
+        "`state_indices` must have dtype int32 or int64; got float32",
+    ),
+    (
+        pooled(output_state_indices=np.zeros(B, np.uint32)),
+        "`output_state_indices` must have dtype int32 or int64; got uint32",
+    ),
+    (
+        pooled(checkpoint_indices=np.zeros((B, 0), bool)),
+        "`checkpoint_indices` must have dtype int32 or int64; got bool",
     ),
     (arguments(scale="0.1"), f"`scale` {STATIC}; got '0.1'"),
     (arguments(scale=True), f"`scale` {STATIC}; got True"),
@@ -268,6 +334,77 @@ def test_static_arguments_of_chunk_kda_cannot_be_traced(name: str):
         jax.jit(lambda value: chunk_kda(**arguments(), **options, **{name: value}))(-0.5)
 
 
+# ---- recurrent_kda -------------------------------------------------------------------------------
+
+RECURRENT_ERRORS = [
+    (
+        ValueError,
+        {n: zeros(B, 17, *a.shape[2:]) for n, a in arguments().items()},
+        "`q` must have at most 16 tokens T a sequence where none are packed (chunk_kda takes any "
+        "number); got T = 17",
+    ),
+    (
+        ValueError,
+        arguments(state=zeros(B, HV, K, V)),
+        "`state` must have shape [N, HV, V, K] = [2, 4, 6, 8]; got [2, 4, 8, 6]",
+    ),
+    (
+        ValueError,
+        arguments(state=zeros(7, HV, V, K)),
+        "`state` must have shape [N, HV, V, K] = [2, 4, 6, 8]; got [7, 4, 6, 8]",
+    ),
+    (
+        ValueError,
+        arguments(state=zeros(7, HV, K, V), state_indices=[1, 2]),
+        "`state` must have shape [slots, HV, V, K] = [slots, 4, 6, 8] with at least one slot; "
+        "got [7, 4, 8, 6]",
+    ),
+    (
+        ValueError,
+        arguments(output_state_indices=[1, 2]),
+        "`state` must be the pool that indices choose slots of, [slots, HV, V, K]; got None",
+    ),
+    (
+        ValueError,
+        arguments(state=zeros(7, HV, V, K), state_indices=[1]),
+        "`state_indices` must have shape [N] = [2]; got [1]",
+    ),
+    (
+        TypeError,
+        arguments(state=zeros(B, HV, V, K, dtype=HALF)),
+        f"`state` {FLOATS}; got float16",
+    ),
+    (
+        TypeError,
+        arguments(k=zeros(B, T, H, K, dtype=BF16)),
+        "`k` must have q's dtype, float32; got bfloat16",
+    ),
+    (
+        ValueError,
+        arguments(implementation="cuda"),
+        '`implementation` must be None, "ffi" or "reference"; got \'cuda\'',
+    ),
+]
+
+
+@pytest.mark.parametrize("f", [recurrent_kda, reference.recurrent_kda], ids=["api", "reference"])
+@pytest.mark.parametrize(
+    ("error", "x", "message"),
+    RECURRENT_ERRORS,
+    ids=[re.sub(r"\W+", "_", message)[1:60] for *_, message in RECURRENT_ERRORS],
+)
+def test_recurrent_kda(error: type[Exception], x: dict[str, Any], message: str, f: Any):
+    with raises(error, message):
+        f(**x)
+
+
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+def test_static_arguments_of_recurrent_kda_cannot_be_traced(name: str):
+    options = GATE if name == "lower_bound" else {}
+    with raises(TypeError, f"`{name}` {STATIC}; got a traced array of shape [] and dtype float32"):
+        jax.jit(lambda value: recurrent_kda(**arguments(), **options, **{name: value}))(-0.5)
+
+
 # ---- fwd -----------------------------------------------------------------------------------------
 
 
@@ -280,7 +417,44 @@ def packed_fwd_arguments(**changes: Any) -> dict[str, Any]:
     return fwd_arguments(**packed()) | changes
 
 
+POOL = zeros(7, HV, V, K)
+OTHER_POOL = (
+    "`final_state` must be the same array or Ref as initial_state, the pool, when there are "
+    "indices; got another one"
+)
 FWD_ERRORS = [
+    (
+        ValueError,
+        fwd_arguments(initial_state=POOL, final_state=zeros(7, HV, V, K), state_indices=[1, 2]),
+        OTHER_POOL,
+    ),
+    (
+        ValueError,
+        fwd_arguments(initial_state=POOL, final_state=zeros(B, HV, V, K), state_indices=[1, 2]),
+        OTHER_POOL,
+    ),
+    (
+        ValueError,
+        fwd_arguments(final_state=POOL, state_indices=[1, 2]),
+        "`initial_state` must be the pool that indices choose slots of, [slots, HV, V, K]; "
+        "got None",
+    ),
+    (
+        ValueError,
+        fwd_arguments(final_state=zeros(7, HV, K, V), output_state_indices=[1, 2]),
+        "`final_state` must have shape [slots, HV, V, K] = [slots, 4, 6, 8] with at least one "
+        "slot; got [7, 4, 8, 6]",
+    ),
+    (
+        ValueError,
+        fwd_arguments(initial_state=POOL, output_state_indices=[1, 2]),
+        "`output_state_indices` must be None where no state is returned; got [1, 2]",
+    ),
+    (
+        ValueError,
+        fwd_arguments(output_state_indices=[1, 2]),
+        "`output_state_indices` must be None where no state is returned; got [1, 2]",
+    ),
     (
         ValueError,
         fwd_arguments(out=zeros(B, T, HV, K)),
@@ -426,6 +600,22 @@ def test_offsets_of_either_width(kind: Any, x64: bool):
         else:
             offsets = jnp.array([0, 2, 5], kind if x64 else jnp.int32)
         np.testing.assert_array_equal(chunk_kda(**x, cu_seqlens=offsets)[0], expected)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("kind", [np.int32, np.int64, list, jnp.int32, jnp.int64])
+def test_indices_of_either_width(kind: Any, x64: bool):
+    rng = np.random.default_rng(0)
+    x = pooled(initial_state=rng.standard_normal((7, HV, V, K)).astype(np.float32))
+    expected = chunk_kda(**x)
+    with jax.enable_x64(x64):
+        if kind is list:
+            x["state_indices"] = [3, -1]
+        elif kind in (np.int32, np.int64):
+            x["state_indices"] = np.array([3, -1], kind)
+        else:
+            x["state_indices"] = jnp.array([3, -1], kind if x64 else jnp.int32)
+        jax.tree.map(np.testing.assert_array_equal, chunk_kda(**x), expected)
 
 
 def test_offsets_beyond_32_bits_do_not_wrap():

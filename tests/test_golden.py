@@ -1,6 +1,7 @@
 """Results of other implementations on the same inputs; tests/data/README.md says whose."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import assert_close
-from platforms import OPERANDS, Platform, op
+from platforms import OPERANDS, Platform, op, step
 
 from jax_kda import fwd, kda_gate, reference
 
@@ -113,6 +114,31 @@ def test_values_and_gradients(vector_id: tuple[str, str]):
 
 
 @vectors
+def test_token_by_token(vector_id: tuple[str, str]):
+    """Decoding has the results of the whole; packed sequences are decoded in one call."""
+    vector = load(*vector_id)
+    x, options = dict(vector.operands), dict(vector.options)
+    tokens = {name: x.pop(name) for name in OPERANDS}
+    if options["cu_seqlens"] is not None:
+        o, state = step(x | tokens, **options)
+    else:
+
+        def token(state, one):
+            one = {name: a[:, None] for name, a in one.items()}
+            o, state = step(x | one | {"initial_state": state}, **options)
+            return state, o[:, 0]
+
+        by_token = {name: jnp.moveaxis(a, 1, 0) for name, a in tokens.items()}
+        state = jnp.asarray(x.get("initial_state", np.zeros_like(vector.results[1])))
+        state, o = jax.jit(lambda state, tokens: jax.lax.scan(token, state, tokens))(
+            state, by_token
+        )
+        o = jnp.moveaxis(o, 0, 1)
+    for name, actual, expected in zip(("o", "ht"), (o, state), vector.results, strict=True):
+        vector.check(name, actual, expected, SCAN)
+
+
+@vectors
 def test_values_from_bfloat16(vector_id: tuple[str, str], platform: Platform):
     """The inputs are bfloat16 numbers, so nothing is lost before the op."""
     vector = load(*vector_id)
@@ -146,6 +172,38 @@ def test_flashkda(name: str, platform: Platform):
     theirs = x["flashkda_out"].astype(np.float64) - x["f64_out"]
     ours = np.asarray(results[0], np.float64) - x["f64_out"]
     assert np.linalg.norm(ours) < np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("name", ["flashkda_fixed_weak_fp32", "flashkda_packed_fp32"])
+def test_flashkda_token_by_token(name: str, platform: Platform):
+    """The vectors with float32 states. The other two round the state once; decoding would often."""
+    with np.load(DATA / f"{name}.npz") as file:
+        x = {n: a.view(jnp.bfloat16) if a.dtype == np.uint16 else a for n, a in dict(file).items()}
+    cu_seqlens = x["cu_seqlens"] if x["cu_seqlens"].size else [0, x["q"].shape[1]]
+    flags = dict.fromkeys(FLAGS[:3], True)
+    operands = {name: x[name] for name in ("A_log", "dt_bias")}
+
+    @jax.jit
+    def token(state, one):
+        one = {name: a[:, None] for name, a in one.items()}
+        return step(
+            operands | one | {"initial_state": state}, lower_bound=float(x["lower_bound"]), **flags
+        )
+
+    with jax.default_device(jax.local_devices(backend=platform.name)[0]):
+        for n, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)):
+            rows = slice(None) if x["cu_seqlens"].size == 0 else slice(n, n + 1)
+            state, outputs = jnp.asarray(x["initial_state"][rows]), []
+            for t in range(begin, end):
+                one = {name: x[name][:, t] for name in OPERANDS}
+                one |= {name: one[name].astype(platform.dtype) for name in ("q", "k", "v")}
+                o, state = token(state, one)
+                outputs.append(o)
+            o = np.concatenate(outputs, axis=1)
+            assert_close(state, x["f64_final"][rows], 1e-5, "state")
+            assert_close(
+                o, x["f64_out"][:, begin:end], 1e-5 if o.dtype == np.float32 else 2e-3, "o"
+            )
 
 
 GATES = {

@@ -15,6 +15,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,12 @@ def chunk_kda(x, state, implementation=None):
         output_final_state=True,
         use_gate_in_kernel=True,
         implementation=implementation,
+    )
+
+
+def decode(x, state, implementation=None):
+    return jax_kda.recurrent_kda(
+        **x, state=state, use_gate_in_kernel=True, implementation=implementation
     )
 
 
@@ -100,15 +107,36 @@ def test_attributes_have_the_types_of_the_contract():
     types_of = {
         name: value.split(" : ")[-1] for name, value in re.findall(r"(\w+) = ([^,]+)", attributes)
     }
-    flags = ("l2norm", "has_A_log", "has_dt_bias", "has_initial_state", "has_final_state")
+    flags = ("has_A_log", "has_dt_bias", "has_initial_state", "has_final_state")
+    absent = ("l2norm", "has_state_indices", "has_output_state_indices", "has_checkpoint_indices")
     integers = ("gate", "beta_mode", "offsets_step")
     assert types_of == {
         "scale": "f32",
         "lower_bound": "f32",
         **dict.fromkeys(integers, "i32"),
         **dict.fromkeys(flags, "true"),
-        "l2norm": "false",
+        **dict.fromkeys(absent, "false"),
     }
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_lowering_of_decoding_has_one_call_and_no_workspace(pooled):
+    x, _, state = types(T=1)
+    if pooled:
+        x["state_indices"] = jax.ShapeDtypeStruct((2,), jnp.int32)
+        state = jax.ShapeDtypeStruct((9, *state.shape[1:]), state.dtype)
+    text = lower_for_cuda(functools.partial(decode, implementation="ffi"), x, state)
+    ((target, arguments),) = custom_calls(text)
+    assert target == "kda_recurrent_fwd"
+    assert arguments.count("%") == 8 + pooled
+    assert "ui8" not in text
+    assert f"has_state_indices = {str(pooled).lower()}" in text
+
+
+@pytest.mark.parametrize("sizes", [{"K": 32}, {"K": 192}])
+def test_decoding_that_the_kernel_lacks_is_plain_jax(sizes):
+    x, _, state = types(**sizes, T=1)
+    assert not custom_calls(lower_for_cuda(decode, x, state))
 
 
 @pytest.mark.parametrize("sizes", [{"K": 64}, {"V": 64}, {"dtype": jnp.float32}])
@@ -162,13 +190,14 @@ def entry(compiled):
     return [found[1] if (found := opcode.match(line)) else line for line in lines]
 
 
-def assert_in_place(compiled, aliased, workspace):
+def assert_in_place(compiled, aliased, workspace=0):
     """One call, nothing around it, and results that are the caller's memory."""
     opcodes = entry(compiled)
     assert opcodes.count("custom-call") == 1
     assert set(opcodes) <= {"parameter", "custom-call", "get-tuple-element", "tuple"}
-    assert 'custom_call_target="kda_chunk_fwd"' in compiled.as_text()
-    assert f"u8[{workspace}]" in compiled.as_text()
+    target = "kda_chunk_fwd" if workspace else "kda_recurrent_fwd"
+    assert f'custom_call_target="{target}"' in compiled.as_text()
+    assert not workspace or f"u8[{workspace}]" in compiled.as_text()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == aliased
     assert memory.temp_size_in_bytes <= workspace + 1024
@@ -186,6 +215,61 @@ def test_state_of_chunk_kda_is_written_in_place(h200s):
     x, _, state = types()
     workspace = primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
     assert_in_place(compile_on_one(h200s, chunk_kda, (x, state)), nbytes(state), workspace)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"K": 64, "V": 256, "dtype": jnp.float32}])
+def test_state_of_decoding_is_written_in_place(h200s, sizes):
+    x, _, state = types(**sizes, T=1)
+    assert_in_place(compile_on_one(h200s, decode, (x, state)), nbytes(state))
+
+
+@pytest.mark.parametrize("f", [decode, chunk_kda], ids=["recurrent", "chunk"])
+def test_a_pool_is_written_in_place(h200s, f):
+    """With nothing gathered before the call or scattered after it."""
+    T = 1 if f is decode else 256
+    x, _, _ = types(T=T)
+    x["state_indices"] = jax.ShapeDtypeStruct((2,), jnp.int32)
+    pool = jax.ShapeDtypeStruct((9, 4, 128, 128), jnp.float32)
+    workspace = 0 if f is decode else primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    assert_in_place(compile_on_one(h200s, f, (x, pool)), nbytes(pool), workspace)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_of_20_layers_copies_no_state(h200s, pooled, steps):
+    x, _, state = types(T=1)
+    if pooled:
+        x["state_indices"] = jax.ShapeDtypeStruct((2,), jnp.int32)
+        state = jax.ShapeDtypeStruct((9, *state.shape[1:]), state.dtype)
+
+    def step(x, v, states):
+        states = list(states)
+        for i, layer_state in enumerate(states):
+            v, states[i] = decode(x | {"v": v}, layer_state)
+        return v, states
+
+    def f(x, states):
+        if steps == 1:
+            return step(x, x["v"], states)
+        return jax.lax.fori_loop(0, steps, lambda _, c: step(x, *c), (x["v"], states))
+
+    compiled = compile_on_one(h200s, f, (x, [state] * 20))
+    shape, text = ",".join(map(str, state.shape)), str(compiled.as_text())
+    assert not re.search(rf"f32\[{shape}\]\S* (?:copy|copy-start|fusion)\(", text)
+    memory: Any = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 20 * nbytes(state)
+    assert memory.temp_size_in_bytes < nbytes(state)
+
+
+def test_heads_of_a_pool_shard_in_place_without_collectives(h200s):
+    x, _, _ = types(B=4, T=1)
+    mesh = topologies.make_mesh(h200s, (4,), ("heads",))
+    put = lambda a, *spec: place(NamedSharding(mesh, P(*spec)), a)
+    x = {n: put(a, "heads") if a.ndim < 3 else put(a, None, None, "heads") for n, a in x.items()}
+    x["state_indices"] = put(jax.ShapeDtypeStruct((4,), jnp.int32))
+    pool = put(jax.ShapeDtypeStruct((9, 4, 128, 128), jnp.float32), None, "heads")
+    compiled = jax.jit(decode, donate_argnums=1).lower(x, pool).compile()
+    assert_in_place(compiled, nbytes(pool) // 4)
 
 
 def test_refs_are_written_in_place(h200s):
@@ -213,6 +297,7 @@ def test_rows_and_heads_shard_in_place_without_collectives(h200s, H, HV):
     assert_in_place(compiled, nbytes(out, state) // 4, workspace)  # so there is no collective
 
 
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
 @pytest.mark.parametrize(
     "n, options, captured",
     [
@@ -221,13 +306,17 @@ def test_rows_and_heads_shard_in_place_without_collectives(h200s, H, HV):
         (5, {"xla_gpu_enable_command_buffer": ""}, False),
     ],
 )
-def test_calls_are_captured_in_one_command_buffer(h200s, tmp_path, n, options, captured):
+def test_calls_are_captured_in_one_command_buffer(h200s, tmp_path, op, n, options, captured):
     def f(x, out, state):
         for _ in range(n):
-            out, state = jax.tree.leaves(fwd(x, out, state))
+            if op == "chunk":
+                out, state = jax.tree.leaves(fwd(x, out, state))
+            else:
+                out, state = decode(x | {"v": out}, state)
         return out, state
 
-    compile_on_one(h200s, f, types(), xla_dump_to=str(tmp_path), **options)
+    tokens = types(T=1 if op == "recurrent" else 256)
+    compile_on_one(h200s, f, tokens, xla_dump_to=str(tmp_path), **options)
     dumps = sorted(path.read_text() for path in tmp_path.glob("*thunk_sequence*.txt"))
     (buffer,) = [dump for dump in dumps if "kCommandBuffer" in dump] or [None]
     assert (buffer is not None) == captured

@@ -60,6 +60,19 @@ def chunk_kda(x, state, implementation=None):
 reference = functools.partial(chunk_kda, implementation="reference")
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
+def recurrent_kda(x, state, state_indices=None, implementation=None):
+    return jax_kda.recurrent_kda(
+        **x,
+        state=state,
+        state_indices=state_indices,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        implementation=implementation,
+    )
+
+
 def assert_same(actual, expected, tolerance=1e-5):
     for a, b in zip(actual, expected, strict=True):
         assert_close(a, b, tolerance)
@@ -277,6 +290,93 @@ def test_a_call_that_fails_its_checks_consumes_nothing():
     with pytest.raises(ValueError, match="`out` must"):
         f(x, state, out[:, 1:], final_state)
     assert not any(a.is_deleted() for a in jax.tree.leaves((x, state, final_state)))
+
+
+# ---- Decoding and pools --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_donated_state_is_the_returned_state_of_recurrent_kda(T):
+    x, state = make(T=T)
+    expected, before = reference(x, state), pointers(state)
+    f = jax.jit(recurrent_kda, donate_argnums=1)
+    assert_in_place(f.lower(x, state).compile(), state)
+    results = f(x, state)
+    assert pointers(results[1]) == before
+    assert state.is_deleted()
+    assert_same(results, expected)
+
+
+def chunk_pool(x, pool, slots):
+    return fwd(**x, out=None, initial_state=pool, final_state=pool, state_indices=slots)
+
+
+@pytest.mark.parametrize("f", [chunk_pool, recurrent_kda], ids=["chunk", "recurrent"])
+def test_a_donated_pool_is_the_returned_pool(f):
+    x, _ = make(T=3)
+    _, pool = make(N=7)
+    slots = jnp.array([4, 1])
+    expected = recurrent_kda(x, pool, slots, implementation="reference")
+    kept, before = np.array(pool), pointers(pool)
+    results = f(x, pool, slots)  # not donated: it is copied first
+    np.testing.assert_array_equal(pool, kept)
+    assert_same(results, expected)
+    donating = jax.jit(f, donate_argnums=1)
+    assert_in_place(donating.lower(x, pool, slots).compile(), pool)
+    results = donating(x, pool, slots)
+    assert pointers(results[1]) == before
+    assert_same(results, expected)
+
+
+def test_a_pool_that_is_only_read_is_not_copied():
+    x, _ = make()
+    _, pool = make(N=7)
+    f = lambda x, pool, slots: fwd(**x, out=None, initial_state=pool, state_indices=slots)
+    compiled = jax.jit(f).lower(x, pool, jnp.array([4, 1])).compile()
+    assert_in_place(compiled)
+
+
+def test_a_ref_as_the_pool():
+    x, _ = make()
+    _, pool = make(N=7)
+    slots = jnp.array([4, -1])
+    expected = jax.jit(chunk_pool)(x, pool, slots)
+    ref = jax.new_ref(pool)
+    f: Any = jax.jit(lambda x, ref, slots: jax.tree.leaves(chunk_pool(x, ref, slots))[0])
+    assert_in_place(f.lower(x, ref, slots).compile(), pool)
+    before = ref.unsafe_buffer_pointer()
+    o = f(x, ref, slots)
+    assert ref.unsafe_buffer_pointer() == before
+    assert_same((o, ref[...]), expected)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_step_of_20_layers_copies_no_state(pooled):
+    """The layers of a model in one jitted step, and the steps in one loop."""
+    x, state = make(B=4, T=1, K=32, V=64)
+    shape = (16, *state.shape[1:]) if pooled else state.shape
+    slots = jnp.array([3, 15, -1, 8]) if pooled else None
+    states = [jnp.full(shape, i, jnp.float32) for i in range(20)]
+    before = pointers(*states)
+
+    def step(v, states):
+        states = list(states)
+        for i, state in enumerate(states):
+            v, states[i] = recurrent_kda(x | {"v": v}, state, slots)
+        return v, states
+
+    def loop(v, states):
+        return jax.lax.fori_loop(0, 3, lambda _, carry: step(*carry), (v, states))
+
+    for f in (step, loop):
+        compiled = jax.jit(f, donate_argnums=1).lower(x["v"], states).compile()
+        copied = re.findall(r"f32\[(\S+?)\]\S* (?:copy|copy-start)\(", str(compiled.as_text()))
+        assert ",".join(map(str, shape)) not in copied
+        memory: Any = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(s.nbytes for s in states)
+        assert memory.temp_size_in_bytes < states[0].nbytes
+        _, states = jax.jit(f, donate_argnums=1)(x["v"], states)
+        assert pointers(*states) == before
 
 
 # ---- Refs ----------------------------------------------------------------------------------------
