@@ -17,7 +17,9 @@ Everywhere matrices are [out, in], here [in, out]; convolutions [C, 1, W], here 
 [HV * K], here [HV, K]. Full-rank gates are `g_proj` and `f_proj`, as in `kimi_k3`.
 """
 
+import bisect
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -43,10 +45,8 @@ Layers: TypeAlias = (
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RULE = "`layers` must be a KimiDeltaAttention, or a sequence or a mapping of them"
 DTYPES = {"BF16", "F16", "F32", "F64"}
-# Where one of these is, there is a KDA layer; full attention has none of them.
-MARK = re.compile(
-    r"((?:.*?\.)?)(?:forget_gate\.)?(?:A_log|(?:f_[ab]_proj|f_proj|f_proj\.[01])\.weight)"
-)
+# Where a name ends like this there is a KDA layer; full attention has no such tensors.
+MARKS = ("A_log", *(f"f{x}.weight" for x in ("_a_proj", "_b_proj", "_proj", "_proj.0", "_proj.1")))
 
 
 class _Form(NamedTuple):
@@ -111,7 +111,7 @@ def load(
         tensors: dict[str, _Tensor] = {}
         extra: list[str] = []
         for at, module in _placed(layers, layer, prefix, checkpoint):
-            there = {name for name in checkpoint.files if name.startswith(at)}
+            there = checkpoint.under(at)
             readings = [
                 {at + name: tensor for name, tensor in _tensors(module, form).items()}
                 for form in ([FORMS[naming]] if naming else FORMS.values())
@@ -291,7 +291,7 @@ class _Checkpoint(contextlib.AbstractContextManager):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = path = Path(path)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, tuple[Any, set[str]]] = {}
         self._stack = contextlib.ExitStack()
         self.files: dict[str, Path]  # of each tensor
         if not _is_checkpoint(path):
@@ -300,40 +300,51 @@ class _Checkpoint(contextlib.AbstractContextManager):
             )
         file = path if path.is_file() else path / FILE
         if file.exists():
-            self.files = dict.fromkeys(self._file(file).keys(), file)
+            self.files = dict.fromkeys(self._file(file)[1], file)
         else:
             weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-            self.files = {name: path / file for name, file in weight_map.items()}
+            shards = {file: path / file for file in set(weight_map.values())}
+            self.files = {name: shards[file] for name, file in weight_map.items()}
+        self._sorted = sorted(self.files)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _file(self, file: Path) -> Any:
+    def _file(self, file: Path) -> tuple[Any, set[str]]:
         if file not in self._open:
             if not file.exists():
                 raise FileNotFoundError(
                     f"`path` must have all shards of {INDEX}; {file} is missing"
                 )
-            opened = safe_open(file, framework="numpy")
-            self._open[file] = self._stack.enter_context(opened)
+            opened = self._stack.enter_context(safe_open(file, framework="numpy"))
+            self._open[file] = opened, set(opened.keys())
         return self._open[file]
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """Shape and dtype of a tensor; None if it is not there."""
         if name not in self.files:
             return None
-        file = self._file(self.files[name])
-        if name not in set(file.keys()):  # the index is wrong
+        file, names = self._file(self.files[name])
+        if name not in names:  # the index is wrong
             return None
         view = file.get_slice(name)
         return tuple(view.get_shape()), view.get_dtype()
 
     def read(self, name: str) -> np.ndarray:
-        return self._file(self.files[name]).get_tensor(name)
+        return self._file(self.files[name])[0].get_tensor(name)
+
+    def under(self, prefix: str) -> set[str]:
+        """The names that begin with the prefix."""
+        names = itertools.islice(self._sorted, bisect.bisect_left(self._sorted, prefix), None)
+        return set(itertools.takewhile(lambda name: name.startswith(prefix), names))
 
     def layers(self, prefix: str | None) -> dict[int | None, str]:
-        marks = (MARK.fullmatch(name) for name in self.files)
-        prefixes = {mark[1] for mark in marks if mark}
+        prefixes = set()
+        for name in filter(lambda name: name.endswith(MARKS), self.files):
+            mark = next(mark for mark in MARKS if name.endswith(mark))
+            at = name.removesuffix(mark).removesuffix("forget_gate.")
+            if at == "" or at.endswith("."):
+                prefixes.add(at)
         found: dict[int | None, str] = {}
         for at in sorted(prefixes):
             numbers = re.findall(r"(?<![^.])\d+(?=\.)", at)
