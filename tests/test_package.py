@@ -8,7 +8,9 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -94,6 +96,21 @@ def test_handlers_of_this_machine():
         built = {p for p, targets in primitive._built.items() if target in targets}
         assert devices.keys() == built
         assert devices.get("cpu", ["cpu"]) == ["cpu"]
+
+
+def test_handlers_know_the_gpus_they_run_on(monkeypatch):
+    capabilities = ["7.5", "8.0", "8.9", "9.0", "10.0", "12.1"]
+    gpus = [
+        SimpleNamespace(platform="gpu", device_kind=c, compute_capability=c) for c in capabilities
+    ]
+    built = {"cpu": set(jax_kda.FFI_TARGETS), "cuda": set(jax_kda.FFI_TARGETS)}
+    monkeypatch.setattr(primitive, "_built", built)
+    cpus = jax.local_devices(backend="cpu")
+    local_devices = lambda backend: cpus if backend == "cpu" else gpus
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    handlers = jax_kda.handlers()
+    assert handlers["kda_chunk_fwd"] == {"cpu": ["cpu"], "cuda": ["9.0"]}
+    assert handlers["kda_recurrent_fwd"] == {"cpu": ["cpu"], "cuda": sorted(capabilities[1:])}
 
 
 def test_handlers_newer_than_jax_are_refused_in_one_line(tmp_path):

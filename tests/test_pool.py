@@ -280,6 +280,44 @@ def test_nan_of_padding_has_no_gradient(packed: bool):
         np.testing.assert_array_equal(actual, clean[name], name)
 
 
+@OPS
+def test_gradient_is_that_of_gathering_and_scattering(f: Any, T: int):
+    x = make(CPU_F32, B=3, T=T)
+    read, written = np.array([3, 0, 5]), np.array([3, 6, 5])
+    weights = np.random.default_rng(1).standard_normal(x["initial_state"].shape, np.float32)
+
+    def by_hand(x: Any) -> Any:
+        pool = x["initial_state"]
+        o, states = op(x | {"initial_state": pool[read]}, implementation="reference")
+        return o, pool.at[written].set(states)
+
+    def gradient(call: Any) -> Any:
+        def loss(x: Any) -> Any:
+            o, pool = call(x)
+            return jnp.sum(o * o) + jnp.sum(pool * weights)
+
+        return jax.jit(jax.grad(loss))({name: jnp.asarray(a) for name, a in x.items()})
+
+    expected = gradient(by_hand)
+    actual = gradient(lambda x: f(x, state_indices=read, output_state_indices=written))
+    for name, true in expected.items():
+        np.testing.assert_allclose(actual[name], true, rtol=1e-5, atol=1e-6, err_msg=name)
+    untouched = np.array([1, 2, 4, 7])
+    np.testing.assert_array_equal(actual["initial_state"][untouched], weights[untouched])
+
+
+def test_malformed_offsets_reach_only_the_slots_of_their_row():
+    """In plain JAX, as on a GPU; the CPU's kernel has an error instead."""
+    x = make(CPU_F32, B=1, T=20)
+    options = {"cu_seqlens": np.array([0, 15, 10]), "state_indices": [2, 5]}
+    o, pool = op(x, **options, implementation="reference")
+    assert np.isnan(o).all() and np.isnan(pool[np.array([2, 5])]).all()
+    kept = np.array([0, 1, 3, 4, 6, 7])
+    np.testing.assert_array_equal(pool[kept], x["initial_state"][kept])
+    with pytest.raises(RuntimeError, match="`cu_seqlens` of row 0 must not decrease"):
+        run(CPU_F32, x, **options)
+
+
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
@@ -316,34 +354,25 @@ def test_checkpoints_of_segments(platform: Platform):
 
 def test_a_checkpoint_is_the_state_of_a_shorter_prompt(platform: Platform):
     """Bitwise; and to go on from it is to have the prefix cached."""
-    T = 200
-    x = make(platform, B=2, T=T)
+    x = make(platform, B=2, T=200)
     prefix = lambda n: {name: x[name][:, :n] for name in OPERANDS}
-    pool = x["initial_state"]
     checkpoints = np.array([[2, 3, 4], [5, 6, 7]], np.int32)
-    options = {"output_state_indices": np.array([0, 1]), "checkpoint_indices": checkpoints}
-    whole_o, pool = run(platform, x, **options)
+    _, pool = run(platform, x, output_state_indices=[0, 1], checkpoint_indices=checkpoints)
     for j in range(3):
         _, states = run(platform, prefix(64 * (j + 1)))
         np.testing.assert_array_equal(pool[checkpoints[:, j]], states)
 
-    # Another prompt with the first 128 tokens of row 1, then decoding.
-    y = make(platform, B=1, T=72, seed=3)
-    tail = {name: y[name] for name in OPERANDS}
-    full = {name: np.concatenate([x[name][1:, :128], tail[name]], axis=1) for name in OPERANDS}
-    full_o, full_state = run(platform, full)
-    o, after = run(
-        platform, tail | {"initial_state": pool}, state_indices=[6], output_state_indices=[0]
-    )
+    # Other prompts that begin with the same 128 tokens.
+    y = make(platform, B=2, T=72, seed=3)
+    full = {n: np.concatenate([a, y[n]], axis=1) for n, a in prefix(128).items()}
+    full_o, full_states = run(platform, full)
+    go_on = functools.partial(run, platform, y | {"initial_state": pool})
+    o, after = go_on(state_indices=[3, 6], output_state_indices=[0, 1])
     np.testing.assert_array_equal(o, full_o[:, 128:])
-    np.testing.assert_array_equal(after[0], full_state[0])
-    np.testing.assert_array_equal(after[1:], pool[1:])
-    # The end of the first prompt is another state.
-    wrong_o, _ = run(
-        platform, tail | {"initial_state": pool}, state_indices=[1], output_state_indices=[0]
-    )
+    np.testing.assert_array_equal(after[:2], full_states)
+    np.testing.assert_array_equal(after[2:], pool[2:])
+    wrong_o, _ = go_on(state_indices=[0, 1])  # the ends of the first prompts
     assert rms_ratio(wrong_o, full_o[:, 128:]) > 0.05
-    assert np.isfinite(whole_o.astype(np.float32)).all()
 
 
 # ---- A server's life -----------------------------------------------------------------------------
