@@ -15,13 +15,13 @@ from common import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-nnx = pytest.importorskip("flax.nnx", reason="needs jax_kda[flax]")
+pytest.importorskip("flax", reason="needs jax_kda[flax]")
 
-from flax import linen  # noqa: E402
+from flax import linen, nnx
 
-import jax_kda  # noqa: E402
-from jax_kda import layers  # noqa: E402
-from jax_kda.layers import KimiDeltaAttention  # noqa: E402
+import jax_kda
+from jax_kda import layers
+from jax_kda.layers import KimiDeltaAttention
 
 DATA = Path(__file__).parent / "data"
 
@@ -52,6 +52,12 @@ VECTORS = [
     "b05_fla_layer_gva_lb",
 ]
 FLA_NAMES = {f"{x}_proj.{i}": f"{x}_{'ab'[i]}_proj" for x in "fg" for i in range(2)}
+
+
+def variables(node: Any) -> dict[tuple[str, ...], Any]:
+    """The variables of a module or a state, by path."""
+    flat: Any = nnx.to_flat_state(nnx.state(node) if isinstance(node, nnx.Module) else node)
+    return dict(flat)
 
 
 class Vector(NamedTuple):
@@ -96,7 +102,7 @@ def entry(name: str, array: np.ndarray, layer: KimiDeltaAttention):
 
 def make_layer(options: dict[str, Any], tensors: dict[str, np.ndarray]) -> KimiDeltaAttention:
     layer = nnx.eval_shape(lambda: KimiDeltaAttention(**options, rngs=nnx.Rngs(0)))
-    parameters = dict(nnx.to_flat_state(nnx.state(layer)))
+    parameters = variables(layer)
     for name, tensor in tensors.items():
         path, value = entry(name, tensor, layer)
         parameter = parameters.pop(path)
@@ -209,7 +215,9 @@ def make_stack(name: str) -> tuple[list[tuple[nnx.RMSNorm, KimiDeltaAttention]],
     stack = []
     for i in range(2):
         norm = nnx.RMSNorm(vector.options["hidden_size"], epsilon=1e-5, rngs=nnx.Rngs(0))
-        norm.scale.set_value(jnp.asarray(vector.x[f"weights/layers.{i}.input_layernorm.weight"]))
+        variables(norm)["scale",].set_value(
+            jnp.asarray(vector.x[f"weights/layers.{i}.input_layernorm.weight"])
+        )
         tensors = below(f"weights/layers.{i}.self_attn.", vector.x)
         stack.append((norm, make_layer(vector.options, tensors)))
     return stack, vector
@@ -242,7 +250,7 @@ def test_vector_packed_gradients():
 
     of_stack, dx = gradients(nnx.List(nnx.List(pair) for pair in stack), x["x"])
     check("dx", dx, x["dx"])
-    of_stack = nnx.to_pure_dict(of_stack)
+    of_stack: Any = nnx.to_pure_dict(of_stack)
     for i, (_, layer) in enumerate(stack):
         of_norm, of_layer = (of_stack[i][j] for j in range(2))
         check("norm", of_norm["scale"], x[f"grad/layers.{i}.input_layernorm.weight"])
@@ -263,7 +271,13 @@ def test_vector_packed_grouped_heads():
 
 # ---- Caches --------------------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 24, "num_heads": 2, "num_v_heads": 4, "head_dim": 8, "head_v_dim": 6}
+SMALL: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_heads": 2,
+    "num_v_heads": 4,
+    "head_dim": 8,
+    "head_v_dim": 6,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lower_bound": {"lower_bound": -5.0, "num_v_heads": None, "head_v_dim": None},
@@ -275,11 +289,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def small(seed: int = 0, **options: Any) -> KimiDeltaAttention:
+def small(seed: int = 0, **options: Any) -> Any:
     """A layer with random weights, large enough for every one of them to matter."""
     layer = nnx.eval_shape(lambda: KimiDeltaAttention(**SMALL | options, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
-    for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+    for path, parameter in variables(layer).items():
         shape = parameter.shape
         scale = 1.5 * shape[0] ** -0.5 if path[-1] == "kernel" else 0.5
         value = scale * rng.standard_normal(shape)
@@ -374,7 +388,7 @@ def test_a_decode_step_copies_no_state():
 
     step = jax.jit(step, donate_argnums=1).lower(parameters, cache, inputs(3, 1)).compile()
     shape = ",".join(map(str, cache.state.shape))
-    assert not re.search(rf"f32\[{shape}\]\S* copy\(", step.as_text())
+    assert not re.search(rf"f32\[{shape}\]\S* copy\(", str(step.as_text()))
     pointer = cache.state.unsafe_buffer_pointer()
     for t in range(3):
         _, cache = step(parameters, cache, inputs(3, 1, seed=t))
@@ -413,7 +427,7 @@ CONTENTS = {"zeros": 0.0, "large": 1e4, "nan": np.nan}
 @pytest.mark.parametrize("where", MASKS)
 def test_padding_leaves_no_trace(where: str, B: int):
     layer = small(g_bias=True, conv_bias=True)
-    mask = np.array(MASKS[where][:B])
+    mask = np.array(MASKS[where][:B], bool if where == "left" else np.int32)
     x, after = inputs(B, 20), inputs(B, 3, seed=2)
     _, past = extend(layer, inputs(B, 9, seed=3))
     for before in (None, past):
@@ -421,9 +435,8 @@ def test_padding_leaves_no_trace(where: str, B: int):
         assert not np.any(y[mask == 0])
         for content in CONTENTS.values():
             other = np.where(mask[..., None], x, np.float32(content))
-            for mask_dtype in (bool, np.int32):
-                results = extend(layer, other, before, padding_mask=mask.astype(mask_dtype))
-                jax.tree.map(np.testing.assert_array_equal, results, (y, cache))
+            results = extend(layer, other, before, padding_mask=mask)
+            jax.tree.map(np.testing.assert_array_equal, results, (y, cache))
 
         z, _ = extend(layer, after, cache)
         for b, row in enumerate(mask.astype(bool)):  # each row by itself, without padding
@@ -513,3 +526,345 @@ def test_packed_decode_of_short_rows():
         alone = extend(layer, x[:, i:j], sequence(start, m))
         assert_close(y[:, i:j], alone[0], 1e-5, "y")
         assert_same_cache(sequence(cache, m), alone[1])
+
+
+# ---- Parameters and dtypes -----------------------------------------------------------------------
+
+
+def test_initialisation():
+    """Of a layer large enough for statistics; the ranges are those of docs/layer.md."""
+    make: Any = nnx.jit(
+        lambda key: KimiDeltaAttention(64, 64, 4, lower_bound=None, rngs=nnx.Rngs(key))
+    )
+    seen = []
+    for seed in range(5):
+        layer = make(jax.random.key(seed))
+        for kernel in (layer.q_proj.kernel, layer.v_conv1d.kernel, layer.g_b_proj.kernel):
+            assert abs(float(jnp.std(kernel[...])) / 0.02 - 1) < 0.1
+        slope, step = jnp.exp(layer.A_log[...]), jax.nn.softplus(layer.dt_bias[...])
+        assert 1 <= slope.min() < 3 and 13 < slope.max() <= 16
+        assert 1e-3 * (1 - 1e-4) <= step.min() < 2e-3 and 5e-2 < step.max() <= 1e-1 * (1 + 1e-4)
+        assert np.all(layer.o_norm.scale[...] == 1)
+        seen.append(np.asarray(layer.A_log[...]))
+        for x in (-1e4, 1e4):  # what the gate does to the largest of inputs
+            g = jax_kda.kda_gate(jnp.full((64, 4), x), layer.A_log[...], layer.dt_bias[...])
+            assert np.all(np.isfinite(g)) and np.all(g <= 0)
+    assert len(np.unique(seen)) == 5 * 64
+
+
+def test_initialisation_of_the_lower_bound_gate():
+    layer: Any = KimiDeltaAttention(8, 2, 4, lower_bound=-5.0, g_bias=True, rngs=nnx.Rngs(0))
+    assert not np.any(layer.A_log[...]) and not np.any(layer.g_b_proj.bias[...])
+
+
+def test_parameters_have_the_names_of_the_checkpoint():
+    names = {"/".join(path) for path in variables(small())}
+    projections = ("q", "k", "v", "f_a", "f_b", "b", "g_a", "g_b", "o")
+    assert names == {
+        *(f"{n}_proj/kernel" for n in projections),
+        *(f"{n}_conv1d/kernel" for n in "qkv"),
+        *("A_log", "dt_bias", "o_norm/scale"),
+    }
+    options = {"f_rank": None, "g_rank": None, "g_bias": True, "use_short_conv": False}
+    names = {"/".join(path) for path in variables(small(**options))}
+    assert names == {
+        *(f"{n}_proj/kernel" for n in "qkvfbgo"),
+        *("g_proj/bias", "A_log", "dt_bias", "o_norm/scale"),
+    }
+
+
+def test_bfloat16_keeps_gate_strength_norm_and_state_in_float32(monkeypatch: pytest.MonkeyPatch):
+    seen = {}
+
+    def recorded(*operands, **options):
+        seen.update(zip("qkvgb", operands, strict=True), **options)
+        return jax_kda.chunk_kda(*operands, **options)
+
+    monkeypatch.setattr(layers, "chunk_kda", recorded)
+    layer = small(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, conv_bias=True, g_bias=True)
+    for path, parameter in variables(layer).items():
+        narrow = path[0].endswith("_proj")
+        assert parameter.dtype == (jnp.bfloat16 if narrow else jnp.float32), path
+    cache = layer.empty_cache(2)
+    y, cache = jax.eval_shape(layer.extend, inputs(2, 20).astype(jnp.bfloat16), cache)
+    assert y.dtype == cache.q.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32
+    narrow, wide = ("q", "k", "v", "g"), ("b", "A_log", "dt_bias", "initial_state")
+    assert {seen[name].dtype for name in narrow} == {jnp.dtype(jnp.bfloat16)}
+    assert {seen[name].dtype for name in wide} == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_is_near_float32():
+    x = inputs(2, 100)
+    expected = call(small(), x)
+    y = call(small(dtype=jnp.bfloat16), x)
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, expected, 2e-2)
+
+
+def test_reference_is_near_the_kernel():
+    x = inputs(2, 100)
+    assert_close(call(small(implementation="reference"), x), call(small(), x), 1e-5)
+
+
+def test_decoding_does_not_drift():
+    """2,000 steps of decoding, in float32 and with a bfloat16 model around the float32 state."""
+    layer, x = small(), inputs(1, 2000)
+    y, cache = extend(layer, x)
+
+    @nnx.jit
+    def decode(layer, cache, x):
+        step = lambda cache, x: layer.extend(x[:, None], cache)[::-1]
+        cache, y = jax.lax.scan(step, cache, x.swapaxes(0, 1))
+        return y[:, :, 0].swapaxes(0, 1), cache
+
+    step_y, step_cache = decode(layer, layer.empty_cache(1), x)
+    assert_close(step_y[:, -100:], y[:, -100:], 1e-5, "y")
+    assert_same_cache(step_cache, cache)
+
+
+# ---- Flax's transforms ---------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(24, rngs=rngs)
+        initialise = nnx.initializers.normal(0.2)
+        self.attention = KimiDeltaAttention(24, 2, 8, kernel_init=initialise, rngs=rngs)
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        return h + self.attention(self.norm(h))
+
+
+class Stack(nnx.Module):
+    """Four blocks, their parameters and caches stacked, run by a scan."""
+
+    def __init__(self, rngs: nnx.Rngs, *, remat: bool):
+        self.remat = remat
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(Block))(rngs)
+
+    def init_cache(self, batch_size: int) -> None:
+        nnx.vmap(lambda block: block.attention.init_cache(batch_size))(self.blocks)
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        run = lambda h, block: block(h)
+        if self.remat:
+            run = nnx.remat(run)
+        return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.blocks)
+
+    def unrolled(self) -> list[Block]:
+        graphdef, state = nnx.split(self.blocks)
+        take = lambda i: jax.tree.map(lambda a: a[i], state)
+        return [nnx.merge(graphdef, take(i)) for i in range(4)]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_of_stacked_layers(remat: bool):
+    model, x = Stack(nnx.Rngs(0), remat=remat), inputs(2, 26)
+    expected = functools.reduce(lambda h, block: call(block, h), model.unrolled(), x)
+    assert_close(call(model, x), expected, 1e-5, "y")
+
+    model.init_cache(2)
+    y = call(model, x[:, :16])
+
+    def step(carry):
+        t, model, y = carry
+        token = jax.lax.dynamic_slice_in_dim(x, t, 1, axis=1)
+        return t + 1, model, jax.lax.dynamic_update_slice_in_dim(y, model(token), t, axis=1)
+
+    y = jnp.pad(y, ((0, 0), (0, 10), (0, 0)))
+    _, model, y = nnx.while_loop(lambda carry: carry[0] < 26, step, (jnp.int32(16), model, y))
+    assert_close(y, expected, 1e-5, "decoded")
+
+
+def test_gradient_of_stacked_layers():
+    model, x = Stack(nnx.Rngs(0), remat=True), inputs(2, 26)
+    run_all = lambda blocks: functools.reduce(lambda h, block: block(h), blocks, x)
+
+    @nnx.jit
+    def gradients(model, blocks):
+        return (
+            nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)["blocks"],
+            nnx.grad(lambda blocks: jnp.sum(run_all(blocks) ** 2))(blocks),
+        )
+
+    stacked, unrolled = gradients(model, nnx.List(model.unrolled()))
+    for path, actual in variables(stacked).items():
+        for i, of_block in unrolled.items():
+            expected = functools.reduce(lambda node, name: node[name], path, of_block)
+            assert_close(actual[...][i], expected[...], 1e-4, str(path))
+
+
+def test_vmap_of_calls_and_caches():
+    layer, x = small(), inputs(3, 2, 12)
+    _, cache = jax.jit(jax.vmap(layer.extend))(x)
+    y, cache = jax.jit(jax.vmap(layer.extend))(x[:, :, :1], cache)
+    for i in range(3):
+        _, alone = extend(layer, x[i])
+        alone_y, alone = extend(layer, x[i, :, :1], alone)
+        assert_close(y[i], alone_y, 1e-5, "y")
+        assert_same_cache(jax.tree.map(lambda a, i=i: a[i], cache), alone)
+
+
+@pytest.mark.parametrize("how", ["plain", "scan"])
+def test_linen(how: str):
+    """Through Flax's bridge: parameters and cache are Linen's collections, `init` uses no cache."""
+    options: dict[str, Any] = {"hidden_size": 24, "num_heads": 2, "head_dim": 8}
+    options["kernel_init"] = nnx.initializers.normal(0.2)
+
+    def cached(batch_size, rngs):
+        layer = KimiDeltaAttention(**options, rngs=rngs)
+        layer.init_cache(batch_size)
+        return layer
+
+    class Residual(linen.Module):
+        batch_size: int | None = None
+
+        @linen.compact
+        def __call__(self, h, _=None):
+            if self.batch_size is None:
+                attention = nnx.bridge.to_linen(KimiDeltaAttention, **options, name="attention")
+            else:
+                attention = nnx.bridge.to_linen(cached, self.batch_size, name="attention")
+            return h + attention(h), None
+
+    def make(batch_size=None):
+        if how == "plain":
+            return Residual(batch_size)
+        axes: Any = {"params": 0, "cache": 0}
+        body = linen.remat(Residual)
+        return linen.scan(body, variable_axes=axes, split_rngs={"params": True}, length=4)(
+            batch_size
+        )
+
+    x = jnp.asarray(inputs(2, 26))
+    model = make(2)
+    collections = jax.jit(model.init)(jax.random.key(0), x[:, :16], None)
+    assert all(not np.any(a) for a in jax.tree.leaves(collections["cache"]))
+    assert "A_log" in collections["params"]["attention"]
+    expected, _ = jax.jit(make().apply)({"params": collections["params"]}, x, None)
+
+    @jax.jit
+    def step(cache, x):
+        now = {"params": collections["params"], "cache": cache}
+        (y, _), update = model.apply(now, x, None, mutable=["cache"])
+        return update["cache"], y
+
+    cache, y = step(collections["cache"], x[:, :16])
+    decode = lambda cache, x: step(cache, x[:, None])
+    _, ys = jax.lax.scan(decode, cache, x[:, 16:].swapaxes(0, 1))
+    y = jnp.concatenate([y, ys[:, :, 0].swapaxes(0, 1)], axis=1)
+    assert_close(y, expected, 1e-5)
+
+
+# ---- Sharding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_tensor_parallel_heads(kind: AxisType):
+    x, new, mask = inputs(4, 20), inputs(4, 1, seed=2), np.array([[0] * 3 + [1] * 17] * 4)
+    graphdef, state = nnx.split(small())
+    expected, cache = extend(nnx.merge(graphdef, state), x, padding_mask=mask)
+    expected_new, cache = extend(nnx.merge(graphdef, state), new, cache)
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        layer = KimiDeltaAttention(**SMALL, heads_axis="model", rngs=nnx.Rngs(0))
+        for path, parameter in variables(layer).items():
+            sharding = parameter[...].sharding
+            value = variables(state)[path][...]
+            parameter.set_value(jax.device_put(np.asarray(value), sharding))
+            assert ("model" in sharding.spec) == (path[0] not in ("f_a_proj", "g_a_proj", "o_norm"))
+        shard = lambda a: jax.device_put(a, NamedSharding(mesh, P("data")))
+        layer.init_cache(4, batch_axis="data")
+        assert layer.cached_state[...].sharding.spec == P("data", "model", None, None)
+        y = call(layer, shard(x), padding_mask=shard(mask))
+        y_new = call(layer, shard(new))
+        assert_close(y, expected, 1e-5, "y")
+        assert_close(y_new, expected_new, 1e-5, "decoded")
+        assert_same_cache(cache_of(layer), cache)
+        assert layer.cached_state[...].sharding.spec[:2] == ("data", "model")
+
+        graphdef, state = nnx.split(layer)
+        run = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+        text = run.lower(state, shard(x)).compile().as_text()
+    collectives = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\("
+    assert re.findall(collectives, str(text)) == ["all-reduce"]
+
+
+def test_no_metadata_without_axes():
+    for parameter in variables(small()).values():
+        assert parameter.get_metadata().get("out_sharding") is None
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"num_v_heads": 3}, ValueError, "`num_v_heads` must be a positive multiple of num_heads"),
+        ({"num_v_heads": 0}, ValueError, "= 2; got 0"),
+        ({"dtype": jnp.float16}, TypeError, "`dtype` must be bfloat16, float32 or None; got float"),
+    ],
+)
+def test_constructor_errors(options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        small(**options)
+
+
+IDS_OK, MASK_OK = np.ones((2, 5), np.int32), np.ones((2, 5), bool)
+
+
+@pytest.mark.parametrize(
+    "shape, options, error, message",
+    [
+        ((2, 5, 23), {}, ValueError, "`x` must have shape [B, T, hidden_size] = [B, T, 24]; got"),
+        ((5, 24), {}, ValueError, "got [5, 24]"),
+        (
+            (2, 5, 24),
+            {"segment_ids": IDS_OK, "max_segments": 1, "padding_mask": MASK_OK},
+            ValueError,
+            "`padding_mask` must be None when segment_ids is given (id 0 is padding); got both",
+        ),
+        ((2, 5, 24), {"segment_ids": IDS_OK}, ValueError, "`max_segments` must be given"),
+        ((2, 5, 24), {"max_segments": 2}, ValueError, "`max_segments` must be None without"),
+        (
+            (2, 5, 24),
+            {"padding_mask": MASK_OK, "max_segments": 2},
+            ValueError,
+            "`max_segments` must be None without",
+        ),
+        (
+            (2, 6, 24),
+            {"padding_mask": MASK_OK},
+            ValueError,
+            "`padding_mask` must have shape [B, T] = [2, 6]; got [2, 5]",
+        ),
+        (
+            (2, 5, 24),
+            {"padding_mask": MASK_OK.astype(np.float32)},
+            TypeError,
+            "`padding_mask` must have dtype bool or an integer one; got float32",
+        ),
+        (
+            (2, 5, 24),
+            {"segment_ids": IDS_OK.astype(np.float32), "max_segments": 1},
+            TypeError,
+            "`segment_ids` must have an integer dtype",
+        ),
+    ],
+)
+def test_call_errors(shape: tuple[int, ...], options, error: type[Exception], message: str):
+    layer = small()
+    with pytest.raises(error, match=re.escape(message)):
+        jax.eval_shape(functools.partial(layer, **options), jnp.ones(shape))
+
+
+def test_cache_errors():
+    layer = small()
+    layer.init_cache(3)
+    with pytest.raises(ValueError, match="`cache` must have N = 2 sequences; got 3"):
+        jax.eval_shape(layer, jnp.ones((2, 5, 24)))
+    with pytest.raises(ValueError, match="`cache` must have N = 4 sequences; got 3"):
+        options = {"segment_ids": IDS_OK, "max_segments": 2}
+        jax.eval_shape(functools.partial(layer, **options), jnp.ones((2, 5, 24)))
