@@ -54,9 +54,9 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=32, heads=2, head_dim=16, length=64, batch=4, steps=20),
-    "small": Size(layers=3, width=128, heads=4, head_dim=32, length=256, batch=8, steps=600),
+    "small": Size(layers=3, width=128, heads=4, head_dim=32, length=256, batch=8, steps=800),
     "large": Size(
-        layers=4, width=1024, heads=8, head_dim=128, length=2048, batch=16, steps=4000,
+        layers=4, width=1024, heads=8, head_dim=128, length=2048, batch=16, steps=2000,
         learning_rate=1e-3, dtype="bfloat16",
     ),
 }  # fmt: skip
@@ -306,9 +306,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop", type=int, help="stop after this step; a later call goes on")
     parser.add_argument("--without-kda", action="store_true", help="train also without KDA")
     parser.add_argument("--out", type=Path, help="folder; default: train_bytes-SIZE")
-    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--prompt", default="def __init__(self, ")
     parser.add_argument("--count", type=int, default=600, help="bytes to write at most")
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -259,6 +259,11 @@ def _tensors(module: KimiDeltaAttention, form: _Form) -> dict[str, _Tensor]:
         for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Param)
     }
+    if params["dt_bias"].ndim != 2:
+        raise ValueError(
+            "`layers` must be single layers, to be stacked once they are loaded; got one whose "
+            f"`dt_bias` has shape {list(params['dt_bias'].shape)}"
+        )
     HV, K = params["dt_bias"].shape
     groups: dict[str, list[str]] = {}
     for name in sorted(params, key=lambda name: "qkv".find(name[0])):  # the order within `conv1d`

@@ -285,6 +285,21 @@ def test_sharding_is_kept(filled: bool, tmp_path: Path):
     assert_same(values(layer), values(source))
 
 
+def test_layers_for_a_scan_are_stacked_after_loading(tmp_path: Path):
+    source = [make(1), make(2)]
+    checkpoints.save(source, tmp_path)
+    layers = [make(3), make(4)]
+    checkpoints.load(layers, tmp_path)
+    graph, _ = nnx.split(layers[0])
+    states = [nnx.state(layer) for layer in layers]
+    stacked = nnx.merge(graph, jax.tree.map(lambda *x: jnp.stack(x), *states))
+    both = {name: np.stack([values(layer)[name] for layer in source]) for name in values(source[0])}
+    assert_same(values(stacked), both)
+    message = "`layers` must be single layers, .* has shape \\[2, 2, 8\\]"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(stacked, tmp_path, layer=0)
+
+
 # ---- files -------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,9 @@ def test_trains_stops_resumes_and_writes(
         "the same with KDA's output zeroed",
         "trained with it zeroed",
     }
-    assert re.search(r"\n----\ndef .*\n----\n\d+ bytes, \d+ bytes/s\n$", output, re.DOTALL)
+    assert re.search(
+        r"\n----\ndef __init__\(self, .*\n----\n\d+ bytes, \d+ bytes/s\n$", output, re.DOTALL
+    )
     assert (tmp_path / "whole/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "whole/without_kda.safetensors").exists()
 
