@@ -25,6 +25,8 @@ FORMS = {
     "rows": {"B": 2},
     "cu_seqlens": {"B": 1, "lengths": (3, 0, 2)},
     "segment_ids": {"B": 2, "segments": (0, 7, 7, 7, 2, 0, 3)},
+    "pool": {"B": 3, "slots": 7},
+    "packed_pool": {"B": 1, "lengths": (3, 0, 2), "slots": 7},
 }
 forms = pytest.mark.parametrize("form", FORMS)
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -37,8 +39,8 @@ def on_the_cpu():
 
 
 # T, H, HV, K and V all differ, so that no two axes can be confused.
-def make(seed=0, *, B=2, T=7, H=3, HV=6, K=4, V=5, lengths=(), segments=()):
-    """The arrays of one call; packing, too, differs from seed to seed."""
+def make(seed=0, *, B=2, T=7, H=3, HV=6, K=4, V=5, lengths=(), segments=(), slots=None):
+    """The arrays of one call; packing and slots, too, differ from seed to seed."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
     N, packing = B, {}
@@ -48,6 +50,11 @@ def make(seed=0, *, B=2, T=7, H=3, HV=6, K=4, V=5, lengths=(), segments=()):
     if segments:
         ids = [np.roll(segments, seed + row) for row in range(B)]
         N, packing = 4 * B, {"segment_ids": np.array(ids, np.int32)}
+    if slots is not None:
+        chosen = rng.permutation(slots)[: 2 * N].astype(np.int32)
+        chosen[seed % N] = -1  # a row of padding
+        packing |= {"state_indices": chosen[:N], "output_state_indices": chosen[N:]}
+        N = slots
     return {
         "q": draw(B, T, H, K),
         "k": draw(B, T, H, K),
@@ -73,7 +80,22 @@ def op(x, implementation=None):
     )
 
 
+def step(x, implementation=None):
+    """The same by `recurrent_kda`."""
+    x = dict(x)
+    return jax_kda.recurrent_kda(
+        state=x.pop("initial_state"),
+        **x,
+        max_segments=4 if "segment_ids" in x else None,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        implementation=implementation,
+    )
+
+
 kernel = functools.partial(op, implementation="ffi")
+ops = pytest.mark.parametrize("f", [op, step], ids=["chunk", "recurrent"])
 reference = jax.jit(functools.partial(op, implementation="reference"))
 
 
@@ -194,6 +216,54 @@ def test_vmap_over_buffers(names):
         assert_same(jax.tree.map(lambda a, i=i: a[i], results), expected)
 
 
+@pytest.mark.parametrize("form", ["rows", "cu_seqlens", "pool"])
+def test_vmap_of_decoding(form):
+    names = list(make(**FORMS[form]))
+    for mapped in (["q"], ["initial_state"], ["A_log", "dt_bias"], names):
+        if form == "pool" and "initial_state" not in mapped:
+            mapped = [*mapped, "initial_state"]
+        x, axes, calls = stack(mapped, 3, form)
+        f = functools.partial(step, implementation="ffi")
+        assert_same(jax.jit(jax.vmap(f, (axes,)))(x), loop(reference, calls))
+
+
+def test_vmap_of_checkpoints():
+    calls = [make(seed, T=130, B=2, slots=12) for seed in range(3)]
+    for x in calls:
+        used = {*x["state_indices"].tolist(), *x["output_state_indices"].tolist()}
+        free = [slot for slot in range(12) if slot not in used]
+        x["checkpoint_indices"] = np.array([free[:2], free[2:4]], np.int32)
+    x = {name: np.stack([call[name] for call in calls]) for name in calls[0]}
+    assert_same(jax.jit(jax.vmap(kernel))(x), loop(reference, calls))
+
+
+@ops
+def test_nested_vmap_of_a_pool(f):
+    x, cells = grid(["q", "initial_state"], ["initial_state", "state_indices"], (2, 3), "pool")
+    inner = {name: 0 if name in ("q", "initial_state") else None for name in x}
+    outer = {name: 0 if name in ("initial_state", "state_indices") else None for name in x}
+    result = jax.jit(jax.vmap(jax.vmap(f, (inner,)), (outer,)))(x)
+    assert_same(result, loop(functools.partial(loop, reference), cells))
+
+
+@ops
+@pytest.mark.parametrize("form", ["pool", "packed_pool"])
+@pytest.mark.parametrize("mapped", ["q", "A_log", "state_indices"])
+def test_a_pool_that_is_not_mapped_is_refused(f, form, mapped):
+    x, axes, _ = stack([mapped], 3, form)
+    name = "state" if f is step else "initial_state"
+    with pytest.raises(NotImplementedError, match=rf"^`{name}` must .* batch `state_indices`"):
+        jax.vmap(f, (axes,))(x)
+
+
+def test_a_pool_of_fwd_that_is_not_mapped_is_refused():
+    x = make(T=5, **FORMS["pool"])
+    pool, _, v = x.pop("initial_state"), x.pop("state_indices"), x.pop("v")
+    f = lambda v: jax_kda.fwd(**x, v=v, scale=None, lower_bound=None, out=None, final_state=pool)
+    with pytest.raises(NotImplementedError, match=r"^`final_state` must be mapped"):
+        jax.vmap(f)(v[None])
+
+
 # ---- grad ----------------------------------------------------------------------------------------
 
 
@@ -292,6 +362,41 @@ def test_state_as_a_carry():
     assert_same(gradient(scan(op), x), gradient(scan(reference), x))
 
 
+@pytest.mark.parametrize("form", ["rows", "pool"])
+def test_decoding_in_a_loop(form):
+    x = make(T=6, **FORMS[form])
+    if form == "pool":
+        del x["output_state_indices"]
+    tokens = ("q", "k", "v", "g", "beta")
+    at = lambda t: {name: jax.lax.dynamic_slice_in_dim(x[name], t, 2, axis=1) for name in tokens}
+
+    @jax.jit
+    def decode(state):
+        def two_tokens(t_and_state):
+            t, state = t_and_state
+            return t + 2, step(x | at(t) | {"initial_state": state})[1]
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 6, two_tokens, (0, state))[1]
+
+    def scanned(state, t):
+        o, state = step(x | at(t) | {"initial_state": state})
+        return state, o
+
+    state = jnp.asarray(x["initial_state"])
+    expected_o, expected = reference(x)
+    assert_same(decode(state), expected)
+    last, o = jax.lax.scan(scanned, state, jnp.arange(0, 6, 2))
+    assert_same(last, expected)
+    assert_same(jnp.concatenate(list(o), axis=1), expected_o)
+
+
+@ops
+def test_conditional_with_a_pool(f):
+    x = make(**FORMS["pool"])
+    g = lambda x: jax.lax.cond(x["A_log"][0] > 9, lambda x: (x["v"], x["initial_state"]), f, x)
+    assert_same(jax.jit(g)(x), reference(x))
+
+
 def test_conditional():
     x = make()
     f = lambda x: jax.lax.cond(x["A_log"][0] > 9, lambda x: (x["v"], x["initial_state"]), op, x)
@@ -327,6 +432,9 @@ def test_one_trace_for_each_shape_and_configuration(monkeypatch):
     assert traces(lambda: op(x | {"dt_bias": None})) == once
     assert traces(lambda: jax.vmap(op)({n: a[None] for n, a in x.items()})) == once
     assert traces(lambda: jax.vmap(op)({n: a[None] for n, a in x.items()})) == 0
+    x = make(T=11, **FORMS["pool"])
+    assert traces(lambda: step(x)) == once
+    assert traces(lambda: step(make(1, T=11, **FORMS["pool"]))) == 0  # other slots
 
 
 # ---- Meshes --------------------------------------------------------------------------------------
@@ -534,6 +642,96 @@ def test_nested_shard_map():
     assert_same(results, reference(x))
 
 
+# A pool: heads may shard, slots may not.
+POOL = ONLY_HEADS | {"initial_state": P(None, "heads")}
+POOL |= dict.fromkeys(("state_indices", "output_state_indices"), P())
+
+
+@ops
+@axis_types
+@pytest.mark.parametrize("H, HV", [(4, 4), (2, 8)])
+def test_heads_of_a_pool_shard_without_collectives(f, axis_type, H, HV):
+    x = make(**FORMS["pool"], H=H, HV=HV)
+    mesh = make_mesh(axis_type)
+    with jax.set_mesh(mesh):
+        results, collectives = compile_and_run(f, place(x, mesh, POOL))
+    assert not collectives
+    assert_same(results, reference(x))
+    sharding = NamedSharding(mesh, POOL["initial_state"])
+    assert results[1].sharding.is_equivalent_to(sharding, 4)
+
+
+@axis_types
+def test_decoding_shards_rows_and_heads_without_collectives(axis_type):
+    x = make(B=4, T=1, H=2, HV=4)
+    mesh = make_mesh(axis_type)
+    with jax.set_mesh(mesh):
+        results, collectives = compile_and_run(step, place(x, mesh, ROWS_AND_HEADS))
+    assert not collectives
+    assert_same(results, reference(x))
+
+
+@ops
+@axis_types
+@pytest.mark.parametrize("form", ["pool", "packed_pool"])
+def test_rows_with_a_pool_are_gathered_not_wrong(f, axis_type, form):
+    x = make(**FORMS[form] | ({"B": 4, "slots": 9} if form == "pool" else {}), H=2, HV=4)
+    mesh = make_mesh(axis_type)
+    specs = POOL | {n: P("rows", None, "heads") for n in ("q", "k", "v", "g", "beta")}
+    if form == "packed_pool":
+        specs = POOL
+    with jax.set_mesh(mesh):
+        results, collectives = compile_and_run(f, place(x, mesh, specs))
+    assert collectives == ({"all-gather"} if form == "pool" else set())
+    assert_same(results, reference(x))
+
+
+@ops
+@axis_types
+def test_sharded_slots_are_refused_not_gathered(f, axis_type):
+    x = make(B=3, slots=8, H=2, HV=4)
+    mesh = make_mesh(axis_type)
+    name = "state" if f is step else "initial_state"
+    message = rf"`{name}` must have its axis of slots on every device.*\[8, 4, 5, 4\].*rows"
+    arguments = place(x, mesh, POOL | {"initial_state": P("rows", "heads")})
+    with jax.set_mesh(mesh):
+        for call in (f, jax.jit(f)):
+            # Automatic axes are known to XLA alone, whose error has ours in it.
+            with pytest.raises((NotImplementedError, RuntimeError), match=message):
+                call(arguments)
+
+
+@ops
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_pools(f, check_vma):
+    """Every device has slots and rows of its own."""
+    parts = [make(seed, **FORMS["pool"], H=2, HV=4) for seed in range(2)]
+    shared = ("A_log", "dt_bias")
+    x = {n: np.concatenate([p[n] for p in parts]) for n in parts[0] if n not in shared}
+    x |= {n: parts[0][n] for n in shared}
+    mesh = make_mesh()
+    tokens, state = P("rows", None, "heads"), P("rows", "heads")
+    specs = dict.fromkeys(x, tokens) | dict.fromkeys(shared, P("heads")) | {"initial_state": state}
+    specs |= dict.fromkeys(("state_indices", "output_state_indices"), P("rows"))
+    f = jax.shard_map(
+        f, mesh=mesh, in_specs=(specs,), out_specs=(tokens, state), check_vma=check_vma
+    )
+    results, collectives = compile_and_run(f, place(x, mesh, specs))
+    assert not collectives
+    expected = [reference(p | {n: parts[0][n] for n in shared}) for p in parts]
+    assert_same(results, jax.tree.map(lambda *a: np.concatenate(a), *expected))
+
+
+def test_sharded_vmap_of_pools():
+    calls = [make(seed, **FORMS["pool"], H=2, HV=4) for seed in range(4)]
+    x = {name: np.stack([call[name] for call in calls]) for name in calls[0]}
+    mesh = make_mesh()
+    specs = {name: P("rows", *POOL[name]) for name in x}
+    results, collectives = compile_and_run(jax.vmap(step), place(x, mesh, specs))
+    assert not collectives
+    assert_same(results, loop(reference, calls))
+
+
 # ---- Export and caches ---------------------------------------------------------------------------
 
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(t) for t in jax_kda.FFI_TARGETS]
@@ -565,23 +763,51 @@ def test_export_round_trip_in_a_fresh_process(tmp_path):
     assert "kda_chunk_fwd" in process.stderr
 
 
-@pytest.mark.parametrize("form", ["rows", "cu_seqlens"])
-def test_export_with_symbolic_sizes(form):
-    B, T, N = jax.export.symbolic_shape("B, T, N")
-    tokens, states = ((B, T), (B,)) if form == "rows" else ((1, T), (N,))
+@ops
+@pytest.mark.parametrize("form", ["rows", "cu_seqlens", "pool", "packed_pool"])
+def test_export_with_symbolic_sizes(form, f):
+    B, T, N, slots = jax.export.symbolic_shape("B, T, N, slots")
+    packed = form in ("cu_seqlens", "packed_pool")
+    tokens, states = ((1, T), (N,)) if packed else ((B, T), (B,))
+    if f is step and not packed:
+        tokens = (B, 7)
     leading = dict.fromkeys(("q", "k", "v", "g", "beta"), tokens)
-    leading |= {"initial_state": states, "cu_seqlens": (N + 1,), "A_log": (), "dt_bias": ()}
+    leading |= {"initial_state": (slots,) if "pool" in form else states}
+    leading |= {"cu_seqlens": (N + 1,), "A_log": (), "dt_bias": ()}
+    leading |= {"state_indices": states, "output_state_indices": states}
 
     def symbolic(name, a):
         return jax.ShapeDtypeStruct((*leading[name], *a.shape[len(leading[name]) :]), a.dtype)
 
     x = make(**FORMS[form])
     types = {name: symbolic(name, a) for name, a in x.items()}
-    f = jax.export.export(jax.jit(op), disabled_checks=CHECKS, platforms=("cpu", "cuda"))(types)
+    f = jax.export.export(jax.jit(f), disabled_checks=CHECKS, platforms=("cpu", "cuda"))(types)
     f = jax.export.deserialize(f.serialize())
-    longer = {"B": 3} if form == "rows" else {"B": 1, "lengths": (70, 3, 0, 9)}
-    for arrays in (x, make(1, T=90, **longer)):
+    longer = {"B": 1, "lengths": (70, 3, 0, 9)} if packed else {"B": 3}
+    longer |= {"slots": 10} if "pool" in form else {}
+    for arrays in (x, make(1, T=90 if T in tokens else 7, **longer)):
         assert_same(f.call(arrays), reference(arrays))
+
+
+def test_export_of_a_pool_with_checkpoints():
+    T, slots = jax.export.symbolic_shape("T, slots")
+
+    def arguments(T, slots):
+        x = make(T=1, **FORMS["pool"])
+        shapes = {n: (3, T, *x[n].shape[2:]) for n in ("q", "k", "v", "g", "beta")}
+        shapes |= {"initial_state": (slots, 6, 5, 4), "checkpoint_indices": (3, T // 64)}
+        return {n: jax.ShapeDtypeStruct(shapes.get(n, a.shape), a.dtype) for n, a in x.items()} | {
+            "checkpoint_indices": jax.ShapeDtypeStruct(shapes["checkpoint_indices"], np.int32)
+        }
+
+    for f in (op, functools.partial(op, implementation="reference")):
+        exported = jax.export.export(jax.jit(f), disabled_checks=CHECKS)(arguments(T, slots))
+        exported = jax.export.deserialize(exported.serialize())
+        for length in (1, 130):
+            x = make(T=length, B=3, slots=12)
+            free = np.setdiff1d(np.arange(12), [*x["state_indices"], *x["output_state_indices"]])
+            x["checkpoint_indices"] = np.resize(free, (3, length // 64)).astype(np.int32)
+            assert_same(exported.call(x), reference(x))
 
 
 def test_donation_through_export():
