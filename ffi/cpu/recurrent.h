@@ -21,33 +21,28 @@
 namespace jax_kda::cpu {
 namespace {
 
-inline constexpr int kRecurrentTile = 4;     // rows: they share the loads of a token's operands
 inline constexpr int kRecurrentTokens = 16;  // divides kChunk
 
 struct RecurrentScratch {
-  float* q;  // [tokens, Kp]  scaled
-  float* k;  // [tokens, Kp]
-  // exp(g) = decay + decay_low: with one float32, the rounding of a decay near 1 would add up over
-  // the tokens that S remembers.
-  float* decay;      // [tokens, Kp]
-  float* decay_low;  // [tokens, Kp]
-  float* v;          // [tokens, V]
-  float* o;          // [tokens, V]
-  float* beta;       // [tokens]
+  // [tokens, Kp / kLanes, 4, kLanes]: vectors of decay, decay_low, k and scaled q, side by side so
+  // that one pointer reaches them. exp(g) = decay + decay_low: with one float32, the rounding of a
+  // decay near 1 would add up over the tokens that S remembers.
+  float* operands;
+  float* rows;  // [3, Kp]  q, k and g of one token
+  float* v;     // [tokens, rows]
+  float* o;     // [tokens, rows]
+  float* beta;  // [tokens]
 
   static int64_t Size(const FwdParams& p) {
-    return kRecurrentTokens * (4 * PaddedK(p) + 2 * RoundUp(p.V, 16) + 1);
+    return (4 * kRecurrentTokens + 3) * PaddedK(p) + kRecurrentTokens * (2 * RoundUp(p.V, 16) + 1);
   }
 
   static RecurrentScratch At(float* scratch, const FwdParams& p) {
-    const int64_t row = kRecurrentTokens * PaddedK(p);
     const int64_t values = kRecurrentTokens * RoundUp(p.V, 16);
     RecurrentScratch s;
-    s.q = scratch;
-    s.k = s.q + row;
-    s.decay = s.k + row;
-    s.decay_low = s.decay + row;
-    s.v = s.decay_low + row;
+    s.operands = scratch;
+    s.rows = s.operands + 4 * kRecurrentTokens * PaddedK(p);
+    s.v = s.rows + 3 * PaddedK(p);
     s.o = s.v + values;
     s.beta = s.o + values;
     return s;
@@ -69,8 +64,8 @@ struct Recurrent {
     LoadBeta<Isa>(p, x, kRecurrentTokens, s.beta);
     for (int64_t t = 0; t < x.count; ++t) LoadToken(t);
     int64_t i = 0;
-    for (; i + kRecurrentTile <= y.rows; i += kRecurrentTile) {
-      MoveTile<kRecurrentTile>(i, from + i * Kp, to + i * Kp);
+    for (; i + Isa::kRows <= y.rows; i += Isa::kRows) {
+      MoveTile<Isa::kRows>(i, from + i * Kp, to + i * Kp);
     }
     for (; i < y.rows; ++i) MoveTile<1>(i, from + i * Kp, to + i * Kp);
     for (int64_t t = 0; t < x.count; ++t) {
@@ -85,21 +80,23 @@ struct Recurrent {
   void LoadToken(int64_t t) const {
     const int64_t row = x.b * p.T + x.token + t;
     const int64_t h = x.hv / (p.HV / p.H);
-    float* q = s.q + t * Kp;
-    float* k = s.k + t * Kp;
-    float* decay = s.decay + t * Kp;
-    float* decay_low = s.decay_low + t * Kp;
+    float* q = s.rows;
+    float* k = q + Kp;
+    float* g = k + Kp;
     LoadRow(p.dtype, p.q, (row * p.H + h) * p.K, p.K, Kp, q);
     LoadRow(p.dtype, p.k, (row * p.H + h) * p.K, p.K, Kp, k);
-    LoadRow(p.g_dtype, p.g, (row * p.HV + x.hv) * p.K, p.K, Kp, decay);
+    LoadRow(p.g_dtype, p.g, (row * p.HV + x.hv) * p.K, p.K, Kp, g);
     LoadRow(p.dtype, p.v, ValueOffset(t), y.rows, y.rows, s.v + t * y.rows);
     ScaleRow<Isa>(p, q, p.scale);
     if (p.l2norm) ScaleRow<Isa>(p, k, 1.0f);
-    ActivateRow<Isa>(p, x, decay);
-    for (int64_t i = 0; i < Kp; i += kLanes) {
-      F low;
-      Isa::Store(decay + i, Isa::Exp(Isa::Load(decay + i), low));
-      Isa::Store(decay_low + i, low);
+    ActivateRow<Isa>(p, x, g);
+    float* operands = s.operands + 4 * t * Kp;
+    for (int64_t n = 0; n < Kp; n += kLanes, operands += 4 * kLanes) {
+      F decay_low;
+      Isa::Store(operands, Isa::Exp(Isa::Load(g + n), decay_low));
+      Isa::Store(operands + kLanes, decay_low);
+      Isa::Store(operands + 2 * kLanes, Isa::Load(k + n));
+      Isa::Store(operands + 3 * kLanes, Isa::Load(q + n));
     }
   }
 
@@ -107,25 +104,27 @@ struct Recurrent {
   template <int kRows>
   void MoveTile(int64_t i, const float* from, float* to) const {
     for (int64_t t = 0; t < x.count; ++t, from = to) {
+      const float* operands = s.operands + 4 * t * Kp;
       float u[kRows];
-      Recall<kRows>(t, from, to, u);
+      Recall<kRows>(operands, from, to, u, Kp);
       for (int r = 0; r < kRows; ++r) u[r] = s.beta[t] * (s.v[t * y.rows + i + r] - u[r]);
-      Write<kRows>(t, u, to, s.o + t * y.rows + i);
+      Write<kRows>(operands, u, to, s.o + t * y.rows + i, Kp);
     }
   }
 
-  // to = from diag(decay), recalled = to k.
+  // to = from diag(decay), recalled = to k. Kp is an argument: stores might change a member, and it
+  // would be loaded again for every row.
   template <int kRows>
-  [[gnu::always_inline]] void Recall(int64_t t, const float* from, float* to,
-                                     float* recalled) const {
+  [[gnu::always_inline]] static void Recall(const float* operands, const float* from, float* to,
+                                            float* recalled, int64_t Kp) {
     F sum[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sum[r] = F{};
-    for (int64_t n = 0; n < Kp; n += kLanes) {
-      const F k = Isa::Load(s.k + t * Kp + n);
-      const F decay = Isa::Load(s.decay + t * Kp + n);
-      const F decay_low = Isa::Load(s.decay_low + t * Kp + n);
-#pragma GCC unroll 4
+    for (int64_t n = 0; n < Kp; n += kLanes, operands += 4 * kLanes) {
+      const F decay = Isa::Load(operands);
+      const F decay_low = Isa::Load(operands + kLanes);
+      const F k = Isa::Load(operands + 2 * kLanes);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const F old = Isa::LoadUnaligned(from + r * Kp + n);
         const F S = decay == 1.0f ? old : old * decay + old * decay_low;
@@ -133,23 +132,24 @@ struct Recurrent {
         sum[r] += S * k;
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) recalled[r] = Isa::Sum(sum[r]);
   }
 
   // S <- S + u k^T, o = S q.
   template <int kRows>
-  [[gnu::always_inline]] void Write(int64_t t, const float* u, float* S, float* o) const {
+  [[gnu::always_inline]] static void Write(const float* operands, const float* u, float* S,
+                                           float* o, int64_t Kp) {
     F sum[kRows], us[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       sum[r] = F{};
       us[r] = Isa::Splat(u[r]);
     }
-    for (int64_t n = 0; n < Kp; n += kLanes) {
-      const F k = Isa::Load(s.k + t * Kp + n);
-      const F q = Isa::Load(s.q + t * Kp + n);
-#pragma GCC unroll 4
+    for (int64_t n = 0; n < Kp; n += kLanes, operands += 4 * kLanes) {
+      const F k = Isa::Load(operands + 2 * kLanes);
+      const F q = Isa::Load(operands + 3 * kLanes);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const F old = Isa::LoadUnaligned(S + r * Kp + n);
         const F now = us[r] == 0.0f ? old : old + us[r] * k;
@@ -157,7 +157,7 @@ struct Recurrent {
         sum[r] += now * q;
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) o[r] = Isa::Sum(sum[r]);
   }
 };
@@ -192,8 +192,8 @@ void RunMove(const FwdParams& p, const HeadTokens& x, const StateRows& y, const 
 
 template <class Isa>
 constexpr RecurrentKernel MakeRecurrentKernel() {
-  return {kRecurrentTile, kRecurrentTokens, RecurrentScratchSize, PaddedK,
-          LoadStateRows,  StoreStateRows,   RunMove<Isa>};
+  return {Isa::kRows,    kRecurrentTokens, RecurrentScratchSize, PaddedK,
+          LoadStateRows, StoreStateRows,   RunMove<Isa>};
 }
 
 }  // namespace
