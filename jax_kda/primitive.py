@@ -208,10 +208,8 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
         aliases[max(map(sig.names.index, state))] = 1
     workspace = ()
-    if (sig.config.op, platform) == (
-        "chunk",
-        "cuda",
-    ):  # a result that XLA plans: handlers can't allocate inside a CUDA graph
+    if platform == "cuda" and sig.config.op == "chunk":
+        # A result that XLA plans: handlers can't allocate inside a CUDA graph.
         *rows, T, HV, _ = x["v"].shape
         packed = sig.offsets_step != 0
         nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
@@ -315,8 +313,7 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     spec = dict(zip(axes["o"], (*spec, *[None] * (len(axes["o"]) - len(spec))), strict=True))
 
     def shard(axis: str, size: int) -> Any:  # o's axes of the mesh, if they divide the size
-        names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
-        return spec[axis] if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+        return spec[axis] if size % _parts(mesh, spec[axis]) == 0 else None
 
     shards = dict(zip(rows, map(shard, rows, x["q"].shape), strict=False))
     if sig.pooled:
@@ -333,11 +330,16 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     return mesh, call, tuple(map(place, _results(sig))), tuple(map(place, sig.names))
 
 
+def _parts(mesh: Any, entry: Any) -> int:
+    """Into how many parts an entry of a PartitionSpec cuts its axis."""
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def _check_pool(sig: Signature, pool: Any) -> None:
     """An error where the slots of a pool are in several places, before XLA would gather them."""
-    spec = pool.sharding.spec
-    axis = len(pool.shape) - 4
-    if axis < len(spec) and spec[axis] is not None:
+    spec, axis = pool.sharding.spec, len(pool.shape) - 4
+    if axis < len(spec) and _parts(pool.sharding.mesh, spec[axis]) > 1:
         raise NotImplementedError(
             f"`{sig.config.state_name}` must have its axis of slots on every device, or be used "
             f"inside jax.shard_map, whose devices have pools of their own; got a pool of shape "

@@ -316,9 +316,11 @@ def _sequences(
         o, S = jax.tree.map(lambda x: _where_rows(malformed, jnp.nan, x), (o, S))
     if S is None or not output_final_state:
         return o, None, None
-    merge = lambda x: x.reshape(
-        *rows[:-1], rows[-1] * x.shape[len(rows)], *x.shape[len(rows) + 1 :]
-    )
+
+    def merge(x):  # [*rows, n, ...]: what all rows of a pool, or of a call, have
+        n, *shape = x.shape[len(rows) :]
+        return x.reshape(*rows[:-1], rows[-1] * n, *shape)
+
     return o, merge(S), jax.tree.map(merge, checkpoints)
 
 

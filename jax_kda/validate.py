@@ -225,8 +225,7 @@ def call(
 
 
 def buffers(operands: Operands, out, final_state):
-    """Checks the buffers that `fwd` writes into; each may be None, as a final state is that is
-    initial_state too."""
+    """Checks the buffers that `fwd` writes into, other than `initial_state`; each may be None."""
     v, initial_state = operands.v, operands.initial_state
     B, T, HV, V = v.shape
     N = B if operands.offsets is None else operands.offsets.shape[0] - 1

@@ -701,6 +701,18 @@ def test_sharded_slots_are_refused_not_gathered(f, axis_type):
                 call(arguments)
 
 
+@axis_types
+def test_slots_on_a_mesh_axis_of_one_device_are_whole(axis_type):
+    x = make(B=3, slots=8, H=2, HV=4)
+    devices = jax.local_devices(backend="cpu")[:2]
+    mesh = jax.make_mesh((1, 2), ("rows", "heads"), axis_types=(axis_type,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        arguments = place(x, mesh, POOL | {"initial_state": P("rows", "heads")})
+        results, collectives = compile_and_run(step, arguments)
+    assert not collectives
+    assert_same(results, reference(x))
+
+
 @ops
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_over_pools(f, check_vma):
