@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from . import validate
@@ -346,8 +347,8 @@ class KimiDeltaAttention(nnx.Module):
         else:
             options |= {"initial_state": state, "output_final_state": output_cache}
             o, state = chunk_kda(*operands, **options)
-        o = self.o_norm(o, z.reshape(B, T, HV, V))
-        y = self.o_proj(o.reshape(B, T, HV * V), out_sharding=_explicit_sharding(x))
+        o = self.o_norm(o, z.reshape(B, T, HV, V)).reshape(B, T, HV * V)
+        y = self.o_proj(o, out_sharding=_explicit_sharding(x, o))
         if packing is not None and packing.place is not None:
             y = _take(y, packing.place)
         return y, None if state is None else LayerCache(past_q, past_k, past_v, state)
@@ -519,10 +520,10 @@ def _take(x, index):
     return jnp.take_along_axis(x, index[..., None], axis=1, mode="fill", fill_value=0)
 
 
-def _explicit_sharding(x):
-    """The sharding of x, if its mesh has explicit axes: there, a sum over heads has to say it."""
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.explicit_axes else None
+def _explicit_sharding(x, o):
+    """x's sharding on o's mesh, if that has explicit axes: there, a sum over heads has to say it."""
+    mesh = jax.typeof(o).sharding.mesh
+    return NamedSharding(mesh, jax.typeof(x).sharding.spec) if mesh.explicit_axes else None
 
 
 def _partitioned(init, axes: Sequence[str | None]):
