@@ -521,7 +521,7 @@ def _take(x, index):
 
 
 def _explicit_sharding(x, o):
-    """x's sharding on o's mesh, if that has explicit axes: there, a sum over heads has to say it."""
+    """x's sharding on o's mesh if that has explicit axes, where a sum over heads has to name it."""
     mesh = jax.typeof(o).sharding.mesh
     return NamedSharding(mesh, jax.typeof(x).sharding.spec) if mesh.explicit_axes else None
 
