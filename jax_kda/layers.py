@@ -390,10 +390,10 @@ class ShortConvolution(nnx.Module):
         @jax.checkpoint  # of all its intermediate results the gradient keeps u alone
         def convolve(u, kernel, bias):
             taps = _taps(u, past, packing, W)
-            weights = kernel[:, None, None, :]
-            y = sum(w * tap.astype(jnp.float32) for w, tap in zip(weights, taps, strict=True))
+            kernel = kernel.astype(jnp.float32)[:, None, None, :]
+            y = sum(w * tap.astype(jnp.float32) for w, tap in zip(kernel, taps, strict=True))
             if bias is not None:
-                y = y + bias[None, None, :]
+                y = y + bias.astype(jnp.float32)[None, None, :]
             return jax.nn.silu(y).astype(u.dtype)
 
         y = convolve(u, self.kernel[...], None if self.bias is None else self.bias[...])
@@ -412,7 +412,8 @@ class GatedRMSNorm(nnx.Module):
         def norm(x, z, scale):
             x, gate = x.astype(jnp.float32), jax.nn.sigmoid(z.astype(jnp.float32))
             x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-            return (x * jnp.expand_dims(scale, range(x.ndim - 1)) * gate).astype(z.dtype)
+            scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+            return (x * scale * gate).astype(z.dtype)
 
         return norm(x, z, self.scale[...])
 

@@ -479,6 +479,17 @@ def test_padding_in_a_decode_step():
         )
 
 
+@pytest.mark.parametrize("packing", ["rows", "padding_mask", "segment_ids"])
+def test_no_tokens(packing: str):
+    layer, nothing = small(), np.zeros((2, 0), np.int32)
+    options = {} if packing == "rows" else {packing: nothing}
+    options |= {"max_segments": 1} if packing == "segment_ids" else {}
+    _, cache = extend(layer, inputs(2, 9))
+    y, same = extend(layer, inputs(2, 0), cache, **options)
+    assert y.shape == (2, 0, 24)
+    jax.tree.map(np.testing.assert_array_equal, same, cache)
+
+
 def test_padding_has_no_gradient():
     layer, mask = small(), np.array(MASKS["hole"])
     x = np.where(mask[..., None], inputs(3, 20), np.float32(np.nan))
@@ -616,6 +627,33 @@ def test_bfloat16_is_near_float32():
     y = call(small(dtype=jnp.bfloat16), x)
     assert y.dtype == jnp.bfloat16
     assert_close(y, expected, 2e-2)
+
+
+def test_parameters_that_a_policy_has_rounded():
+    layer = small(conv_bias=True)
+    for parameter in variables(layer).values():
+        parameter.set_value(parameter[...].astype(jnp.bfloat16))
+    x = inputs(2, 40)
+    y = call(layer, x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, call(small(conv_bias=True), x), 2e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_is_near_the_cpu():
+    """Prefill with padding, then decoding, where a CUDA kernel covers the call."""
+    sizes = {"num_v_heads": None, "head_dim": 128, "head_v_dim": 128}
+    x, new = inputs(3, 150), inputs(3, 1, seed=2)
+    mask = np.arange(150)[None, :] >= np.array([[0], [40], [149]])
+    y, cache = extend(small(**sizes), x, padding_mask=mask)
+    z, cache = extend(small(**sizes), new, cache)
+    with jax.default_device(jax.local_devices(backend="gpu")[0]):
+        layer = small(**sizes, dtype=jnp.bfloat16)
+        gpu_y, gpu_cache = extend(layer, x, padding_mask=mask)
+        gpu_z, gpu_cache = extend(layer, new, gpu_cache)
+    assert_close(gpu_y, y, 2e-2, "y")
+    assert_close(gpu_z, z, 2e-2, "decoded")
+    assert_same_cache(gpu_cache, cache, 2e-2)
 
 
 def test_reference_is_near_the_kernel():
