@@ -308,7 +308,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder; default: train_bytes-SIZE")
     parser.add_argument("--prompt", default="def __init__(self, ")
     parser.add_argument("--count", type=int, default=600, help="bytes to write at most")
-    parser.add_argument("--temperature", type=float, default=0.5)
+    parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -69,6 +69,14 @@ def test_trains_stops_resumes_and_writes(
         script.main([*parts, "--steps", "30"])
 
 
+def test_layers_can_be_saved_for_other_implementations(script: Any, tmp_path: Path):
+    from jax_kda import checkpoints
+
+    model = script.ByteModel(script.SIZES["tiny"], nnx.Rngs(0))
+    checkpoints.save([block.kda for block in model.blocks], tmp_path, naming="fla")
+    assert set(checkpoints.layers(tmp_path)) == {0, 1}
+
+
 def test_writing_is_what_the_model_says(script: Any):
     """Prefill and decode with the cache choose the bytes that whole forward passes choose."""
     size = script.SIZES["tiny"]
