@@ -271,7 +271,7 @@ def test_abstract_layer_is_filled(tmp_path: Path):
 def test_sharding_is_kept(filled: bool, tmp_path: Path):
     source = make(1)
     checkpoints.save(source, tmp_path)
-    mesh = jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "tp"))
     layer = make(2)
     kernel: Any = layer.q_proj.kernel
