@@ -11,6 +11,7 @@ table and writes it to results/decode-DEVICE.md.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench import commit, progress
@@ -22,7 +23,7 @@ K = V = 128
 PROMISE = 0.0055  # of o in bfloat16, RMS ratio
 
 
-def draw(N: int, T: int, H: int, state_dtype, slots: int) -> tuple[dict, object]:
+def draw(N: int, T: int, H: int, state_dtype, slots: int) -> tuple[dict[str, Any], Any]:
     import jax
     import jax.numpy as jnp
 
@@ -36,7 +37,7 @@ def draw(N: int, T: int, H: int, state_dtype, slots: int) -> tuple[dict, object]
     return x | {"A_log": jnp.zeros(H), "dt_bias": jnp.zeros((H, K))}, state
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "lower_bound": -5.0,
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
@@ -92,7 +93,11 @@ def decode(N: int, H: int, state_dtype, pooled: bool, typical) -> dict:
     x, state = draw(N, 1, H, state_dtype, N)
     indices = jnp.arange(N, dtype=jnp.int32)[::-1] if pooled else None
     call = lambda x, state: jax_kda.recurrent_kda(
-        *(x[name] for name in ("q", "k", "v", "g", "beta")),
+        x["q"],
+        x["k"],
+        x["v"],
+        x["g"],
+        x["beta"],
         state,
         state_indices=indices,
         A_log=x["A_log"],
@@ -113,7 +118,11 @@ def prefill(B: int, T: int, H: int, pooled: bool, typical) -> dict:
     x, state = draw(B, T, H, jnp.float32, 2 * B if pooled else B)
     indices = jnp.arange(B, dtype=jnp.int32) * 2 if pooled else None
     call = lambda x, state: jax_kda.chunk_kda(
-        *(x[name] for name in ("q", "k", "v", "g", "beta")),
+        x["q"],
+        x["k"],
+        x["v"],
+        x["g"],
+        x["beta"],
         A_log=x["A_log"],
         dt_bias=x["dt_bias"],
         initial_state=state,

@@ -268,7 +268,7 @@ def test_split_at_a_chunk_border_is_bitwise_the_whole(split):
 def test_bad_sequence_leaves_its_neighbours_alone(bad):
     offsets = [0, 9, 70, 75, 200]
     x = draw(GPU, T=200, H=2, N=4, state=True)
-    options = NORMED | {"cu_seqlens": np.array(offsets, np.int32)}
+    options: dict[str, Any] = NORMED | {"cu_seqlens": np.array(offsets, np.int32)}
     clean_o, clean_state = run(GPU, x, **options)
     for n in range(4):
         begin, end = offsets[n : n + 2]

@@ -52,7 +52,7 @@ def test_empty_sequence_keeps_its_state_and_disturbs_no_other(
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_no_tokens_at_all_hand_the_state_on(platform: Platform, packed):
     x = draw(platform, B=1 if packed else 2, T=0, H=2, N=2, state=True)
-    options = {"cu_seqlens": np.zeros(3, np.int32)} if packed else {}
+    options: dict[str, Any] = {"cu_seqlens": np.zeros(3, np.int32)} if packed else {}
     o, state = run(platform, x, **options)
     assert o.shape == x["v"].shape
     np.testing.assert_array_equal(state, x["initial_state"])
