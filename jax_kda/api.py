@@ -65,9 +65,8 @@ def fwd(
         (B = 1); they start at 0 and never decrease. Tokens past the last one get 0. None: N = B
         sequences of T tokens.
       state_indices, output_state_indices, checkpoint_indices: slots of a pool of states, as in
-        `chunk_kda`. The pool [slots, HV, V, K] is `initial_state`, and `final_state` is that same
-        array (or Ref), or None to only read it. With output_state_indices alone it may be
-        `final_state` alone.
+        `chunk_kda`. The pool [slots, HV, V, K] is `final_state`, and `initial_state` None or that
+        same array (or Ref); to only read the pool, it is `initial_state` alone.
 
     Returns:
       The output [B, T, HV, V], or (output, final states) when a `final_state` buffer is given.
@@ -78,7 +77,8 @@ def fwd(
         the GPU.
     """
     state_name = "initial_state"
-    if initial_state is None and state_indices is None and output_state_indices is not None:
+    pooled = state_indices is not None or output_state_indices is not None
+    if pooled and initial_state is None and final_state is not None:
         initial_state, state_name = final_state, "final_state"
     in_place = final_state is not None and final_state is initial_state
     operands, options = validate.call(

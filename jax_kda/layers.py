@@ -450,7 +450,7 @@ def _pack(x, segment_ids, max_segments, padding_mask):
         one_segment = (t < length).astype(jnp.int32)
         return _take(x, token), _Packing(one_segment, spans, t, jnp.zeros_like(t), place)
 
-    offsets, _ = validate._offsets(None, segment_ids, max_segments, B, T)
+    offsets, _ = validate.sequence_offsets(None, segment_ids, max_segments, B, T)
     if offsets is None:
         return x, None
     segment_ids = jnp.asarray(segment_ids)

@@ -189,7 +189,7 @@ def call(
                 )
         gate = "activated"
 
-    offsets, M = _offsets(cu_seqlens, segment_ids, max_segments, B, T)
+    offsets, M = sequence_offsets(cu_seqlens, segment_ids, max_segments, B, T)
     indices = _indices(
         state_indices, output_state_indices, checkpoint_indices, B * M, T, output_final_state
     )
@@ -291,7 +291,7 @@ def _gate_parameters(A_log, dt_bias, lower_bound, HV, K, reference):
     return A_log, dt_bias, lower_bound
 
 
-def _offsets(cu_seqlens, segment_ids, max_segments, B, T):
+def sequence_offsets(cu_seqlens, segment_ids, max_segments, B, T):
     """The offsets operand and M, the sequences a row."""
     if segment_ids is None:
         if max_segments is not None:

@@ -152,20 +152,16 @@ def test_sources_use_nothing_forbidden():
     assert not found
 
 
-# ---- README and docs ---------------------------------------------------------------------------
+# ---- README ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
-def test_examples_run(page, tmp_path):
-    """All of a page's Python, in order, in one interpreter where warnings are errors."""
-    text = (ROOT / page).read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    if page == "README.md":
-        assert len(blocks) == text.count("```python") == 4
-    if blocks:
-        example = tmp_path / "example.py"
-        example.write_text("\n".join(blocks))
-        assert_quiet(run("-W", "error", str(example), cwd=tmp_path))
+def test_examples_of_the_readme_run(tmp_path):
+    """All of its Python, in order, in one interpreter where warnings are errors."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == README.count("```python") == 4
+    example = tmp_path / "example.py"
+    example.write_text("\n".join(blocks))
+    assert_quiet(run("-W", "error", str(example), cwd=tmp_path))
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
