@@ -49,8 +49,34 @@ struct RecurrentScratch {
   }
 };
 
+// Token t of x into the scratch.
 template <class Isa>
-struct Recurrent {
+void PrepareToken(const FwdParams& p, const HeadTokens& x, int64_t t, const RecurrentScratch& s) {
+  constexpr int kLanes = Isa::kLanes;
+  const int64_t Kp = PaddedK(p);
+  const int64_t row = x.b * p.T + x.token + t;
+  const int64_t h = x.hv / (p.HV / p.H);
+  float* q = s.rows;
+  float* k = q + Kp;
+  float* g = k + Kp;
+  LoadRow(p.dtype, p.q, (row * p.H + h) * p.K, p.K, Kp, q);
+  LoadRow(p.dtype, p.k, (row * p.H + h) * p.K, p.K, Kp, k);
+  LoadRow(p.g_dtype, p.g, (row * p.HV + x.hv) * p.K, p.K, Kp, g);
+  ScaleRow<Isa>(p, q, p.scale);
+  if (p.l2norm) ScaleRow<Isa>(p, k, 1.0f);
+  ActivateRow<Isa>(p, x, g);
+  float* operands = s.operands + 4 * t * Kp;
+  for (int64_t n = 0; n < Kp; n += kLanes, operands += 4 * kLanes) {
+    typename Isa::F decay_low;
+    Isa::Store(operands, Isa::Exp(Isa::Load(g + n), decay_low));
+    Isa::Store(operands + kLanes, decay_low);
+    Isa::Store(operands + 2 * kLanes, Isa::Load(k + n));
+    Isa::Store(operands + 3 * kLanes, Isa::Load(q + n));
+  }
+}
+
+template <class Isa>
+struct Move {
   using F = typename Isa::F;
   static constexpr int kLanes = Isa::kLanes;
 
@@ -61,8 +87,9 @@ struct Recurrent {
   const int64_t Kp;
 
   void Run(const float* from, float* to) const {
-    LoadBeta<Isa>(p, x, kRecurrentTokens, s.beta);
-    for (int64_t t = 0; t < x.count; ++t) LoadToken(t);
+    for (int64_t t = 0; t < x.count; ++t) {
+      LoadRow(p.dtype, p.v, ValueOffset(t), y.rows, y.rows, s.v + t * y.rows);
+    }
     int64_t i = 0;
     for (; i + Isa::kRows <= y.rows; i += Isa::kRows) {
       MoveTile<Isa::kRows>(i, from + i * Kp, to + i * Kp);
@@ -75,29 +102,6 @@ struct Recurrent {
 
   int64_t ValueOffset(int64_t t) const {
     return ((x.b * p.T + x.token + t) * p.HV + x.hv) * p.V + y.row;
-  }
-
-  void LoadToken(int64_t t) const {
-    const int64_t row = x.b * p.T + x.token + t;
-    const int64_t h = x.hv / (p.HV / p.H);
-    float* q = s.rows;
-    float* k = q + Kp;
-    float* g = k + Kp;
-    LoadRow(p.dtype, p.q, (row * p.H + h) * p.K, p.K, Kp, q);
-    LoadRow(p.dtype, p.k, (row * p.H + h) * p.K, p.K, Kp, k);
-    LoadRow(p.g_dtype, p.g, (row * p.HV + x.hv) * p.K, p.K, Kp, g);
-    LoadRow(p.dtype, p.v, ValueOffset(t), y.rows, y.rows, s.v + t * y.rows);
-    ScaleRow<Isa>(p, q, p.scale);
-    if (p.l2norm) ScaleRow<Isa>(p, k, 1.0f);
-    ActivateRow<Isa>(p, x, g);
-    float* operands = s.operands + 4 * t * Kp;
-    for (int64_t n = 0; n < Kp; n += kLanes, operands += 4 * kLanes) {
-      F decay_low;
-      Isa::Store(operands, Isa::Exp(Isa::Load(g + n), decay_low));
-      Isa::Store(operands + kLanes, decay_low);
-      Isa::Store(operands + 2 * kLanes, Isa::Load(k + n));
-      Isa::Store(operands + 3 * kLanes, Isa::Load(q + n));
-    }
   }
 
   // Rows [i, i + kRows) of y over all tokens.
@@ -185,15 +189,22 @@ void StoreStateRows(const FwdParams& p, const StateRows& y, const float* S, void
 }
 
 template <class Isa>
+void RunRecurrentPrepare(const FwdParams& p, const HeadTokens& x, float* scratch) {
+  const RecurrentScratch s = RecurrentScratch::At(scratch, p);
+  LoadBeta<Isa>(p, x, kRecurrentTokens, s.beta);
+  for (int64_t t = 0; t < x.count; ++t) PrepareToken<Isa>(p, x, t, s);
+}
+
+template <class Isa>
 void RunMove(const FwdParams& p, const HeadTokens& x, const StateRows& y, const float* from,
              float* to, float* scratch) {
-  Recurrent<Isa>{p, x, y, RecurrentScratch::At(scratch, p), PaddedK(p)}.Run(from, to);
+  Move<Isa>{p, x, y, RecurrentScratch::At(scratch, p), PaddedK(p)}.Run(from, to);
 }
 
 template <class Isa>
 constexpr RecurrentKernel MakeRecurrentKernel() {
-  return {Isa::kRows,    kRecurrentTokens, RecurrentScratchSize, PaddedK,
-          LoadStateRows, StoreStateRows,   RunMove<Isa>};
+  return {Isa::kRows,    kRecurrentTokens, RecurrentScratchSize,     PaddedK,
+          LoadStateRows, StoreStateRows,   RunRecurrentPrepare<Isa>, RunMove<Isa>};
 }
 
 }  // namespace

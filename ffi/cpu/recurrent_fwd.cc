@@ -19,7 +19,8 @@ namespace jax_kda::cpu {
 namespace {
 
 constexpr int64_t kTasksPerThread = 4;
-constexpr int64_t kMinStrip = 16;  // rows; a strip activates the gates of its tokens again
+constexpr int64_t kMinStrip = 16;  // rows; a strip activates its tokens again
+constexpr int64_t kPiece = 32;     // rows whose buffer stays in the first-level cache
 
 // Rows of a strip: a multiple of the kernel's tile, so that no result depends on it.
 int64_t StripRows(const FwdParams& p, const RecurrentKernel& kernel, int64_t chains,
@@ -62,6 +63,17 @@ class Recurrence {
       if (y.row == 0) CopyState(p_, chain.read, chain.write);
       return;
     }
+    // Pieces share one block of tokens, but could not share the blocks of a long sequence.
+    const bool one_block = count <= kernel_.tokens;
+    if (one_block) kernel_.prepare(p_, {chain.b, chain.hv, chain.begin, count}, scratch);
+    const int64_t piece = one_block && !direct_ ? kPiece : y.rows;
+    for (int64_t i = 0; i < y.rows; i += piece) {
+      MovePiece(chain, {y.row + i, std::min(piece, y.rows - i)}, S, scratch);
+    }
+  }
+
+  void MovePiece(const Chain& chain, const StateRows& y, float* S, float* scratch) const {
+    const int64_t count = chain.end - chain.begin;
     const float* from = S;
     if (direct_ && chain.read != kNoSlot) {
       from = reinterpret_cast<const float*>(InitialState(p_, chain.read)) + y.row * p_.K;
@@ -74,8 +86,10 @@ class Recurrence {
     }
     for (int64_t done = 0; done < count;) {
       const int64_t tokens = std::min(kernel_.tokens, count - done);
+      const HeadTokens x{chain.b, chain.hv, chain.begin + done, tokens};
       float* to = done + tokens == count ? last : S;
-      kernel_.move(p_, {chain.b, chain.hv, chain.begin + done, tokens}, y, from, to, scratch);
+      if (tokens < count) kernel_.prepare(p_, x, scratch);
+      kernel_.move(p_, x, y, from, to, scratch);
       from = to;
       done += tokens;
       if (done % kChunk == 0) {
