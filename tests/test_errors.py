@@ -435,7 +435,7 @@ FWD_ERRORS = [
     ),
     (
         ValueError,
-        fwd_arguments(final_state=POOL, state_indices=[1, 2]),
+        fwd_arguments(state_indices=[1, 2]),
         "`initial_state` must be the pool that indices choose slots of, [slots, HV, V, K]; "
         "got None",
     ),

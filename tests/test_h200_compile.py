@@ -312,7 +312,8 @@ def test_calls_are_captured_in_one_command_buffer(h200s, tmp_path, op, n, option
             if op == "chunk":
                 out, state = jax.tree.leaves(fwd(x, out, state))
             else:
-                out, state = decode(x | {"v": out}, state)
+                out, state = decode(x, state)
+                x = x | {"v": out}
         return out, state
 
     tokens = types(T=1 if op == "recurrent" else 256)
