@@ -1,11 +1,13 @@
 """How JAX runs the ops: XLA FFI calls into the compiled kernels, and what transforms do with them.
 
 `kda_chunk_fwd` and `kda_recurrent_fwd` are one function of the same operands, by two kernels, each
-under one target name on both platforms. The layers of `fwd`, outermost first:
+under one target name on both platforms; `kda_chunk_bwd` is the gradient of both. The layers of
+`fwd`, outermost first:
 
     jit                  eager calls are partitioned too; one trace per shape and `Signature`
     auto_axes, pcast     inside, explicit mesh axes are automatic and all operands vary alike
-    custom_vjp           the gradient is the reference's
+    custom_vjp           keeps the operands; the gradient is a call of its own, in layers like these
+                         from here on, and the reference's where it is differentiated again
     custom_vmap          vmap prepends an axis, nothing else
     custom_partitioning  rows and heads shard, with a pool heads alone; everything else is whole
     platform_dependent   the kernel where there is one, else the reference; chosen at lowering
@@ -37,7 +39,7 @@ from . import reference
 # ---- The compiled modules ----------------------------------------------------------------------
 
 # For jax.export: DisabledSafetyCheck.custom_call(target) for each of these.
-FFI_TARGETS = ("kda_chunk_fwd", "kda_recurrent_fwd")
+FFI_TARGETS = ("kda_chunk_fwd", "kda_recurrent_fwd", "kda_chunk_bwd")
 
 
 def _load(name: str, platform: str) -> ModuleType | None:
@@ -83,7 +85,7 @@ def handlers() -> dict[str, dict[str, list[str]]]:
         if device.platform == "cpu":
             return True
         major, minor = map(int, device.compute_capability.split("."))
-        return (major, minor) == (9, 0) if target == "kda_chunk_fwd" else major >= 8
+        return major >= 8 if target == "kda_recurrent_fwd" else (major, minor) == (9, 0)
 
     def device_kinds(target: str, platform: str) -> list[str]:
         try:
@@ -127,10 +129,6 @@ class Config(NamedTuple):
     output_final_state: bool
     implementation: str | None  # None, "ffi" or "reference"
 
-    @property
-    def target(self) -> str:
-        return f"kda_{self.op}_fwd"
-
 
 class Signature(NamedTuple):
     """What is static about a call, besides types. Transforms take arrays only and close over it."""
@@ -138,6 +136,15 @@ class Signature(NamedTuple):
     config: Config
     names: tuple[str, ...]  # of the operands, in the order of the FFI call
     offsets_step: int  # 0: no offsets, 1: [..., M + 1], 2: [..., M, 2]; under vmap ranks can't tell
+
+    @property
+    def target(self) -> str:
+        return "kda_chunk_bwd" if self.is_gradient else f"kda_{self.config.op}_fwd"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether cotangents of the results are operands, and those of the operands results."""
+        return "do" in self.names
 
     @property
     def pooled(self) -> bool:
@@ -151,6 +158,8 @@ class Signature(NamedTuple):
 # Written and never read. They are operands so that results can be aliased to them.
 _BUFFERS = ("out", "final_state")
 _INDICES = {"state_indices", "output_state_indices", "checkpoint_indices"}
+# Parameters of the gate, and how many axes they have where all rows share them.
+_GATE_PARAMETERS = {"A_log": 1, "dt_bias": 2}
 _GATES = {"activated": 0, "softplus": 1, "lower_bound": 2}
 _BETA_MODES = {"probability": 0, "sigmoid": 1, "two_sigmoid": 2}
 
@@ -200,8 +209,23 @@ def _result_types(sig: Signature, x: dict[str, Any]) -> tuple[jax.ShapeDtypeStru
     return o, _type_like(o, shape, jnp.float32)
 
 
+def _gradient_types(sig: Signature, x: dict[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types of the gradients: those of the operands, but of gate parameters one for each row."""
+    v = jax.typeof(x["v"])
+
+    def type_of(name: str) -> jax.ShapeDtypeStruct:
+        own = _GATE_PARAMETERS.get(name)
+        shape = x[name].shape if own is None else (*v.shape[:-3], *x[name].shape[-own:])
+        return _type_like(v, shape, x[name].dtype)
+
+    return tuple(type_of(name.removeprefix("d")) for name in _results(sig))
+
+
 def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
     x = sig.named(operands)
+    if sig.is_gradient:
+        call = jax.ffi.ffi_call(sig.target, _gradient_types(sig, x))
+        return tuple(call(*operands, **_attributes(sig)))
     results = _result_types(sig, x)
     aliases = {sig.names.index("out"): 0} if "out" in x else {}
     if sig.config.output_final_state and (state := x.keys() & {"initial_state", "final_state"}):
@@ -215,7 +239,7 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
         workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
     types = (*results, *workspace)
-    call = jax.ffi.ffi_call(sig.config.target, types, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(sig.target, types, input_output_aliases=aliases)
     return tuple(call(*operands, **_attributes(sig)))[: len(results)]
 
 
@@ -230,19 +254,41 @@ def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]
     return o, state.astype(x["final_state"].dtype) if "final_state" in x else state
 
 
+def _cotangents(f: Callable, inputs: dict[str, jax.Array], cotangents: Any) -> dict[str, Any]:
+    """Cotangents of the inputs of f, a function of arrays by name, but for integers."""
+    fixed = {name: inputs[name] for name in ("offsets", *_INDICES) if name in inputs}
+    inputs = {name: a for name, a in inputs.items() if name not in fixed}
+    _, vjp = jax.vjp(lambda inputs: f(inputs | fixed), inputs)
+    return vjp(cotangents)[0]
+
+
+def _reference_gradient(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    rows = x["v"].shape[:-3]
+
+    def each_row(name: str, a: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(a, (*rows, *a.shape)) if a.ndim == _GATE_PARAMETERS[name] else a
+
+    x = x | {name: each_row(name, x[name]) for name in _GATE_PARAMETERS if name in x}
+    cotangents = tuple(x.pop(name) for name in ("do", "dfinal_state") if name in x)
+    primal = sig._replace(names=tuple(x))
+    gradients = _cotangents(functools.partial(_reference, primal), x, cotangents)
+    return tuple(gradients[name.removeprefix("d")] for name in _results(sig))
+
+
 def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The kernel or the reference, whichever runs on the platform this is lowered for."""
     x = sig.named(operands)
     kernels = {
         platform: functools.partial(_ffi_call, sig, platform) for platform in ("cpu", "cuda")
     }
-    if sig.config.implementation == "ffi":
+    if sig.config.implementation == "ffi" and not sig.is_gradient:
         return jax.lax.platform_dependent(*operands, **kernels)
     K, V = x["q"].shape[-1], x["v"].shape[-1]
     if not cuda_supports(sig.config.op, x["q"].dtype, K, V):
         del kernels["cuda"]
-    kernels = {p: f for p, f in kernels.items() if sig.config.target in _built.get(p, ())}
-    plain = lambda *operands: _reference(sig, sig.named(operands))
+    kernels = {p: f for p, f in kernels.items() if sig.target in _built.get(p, ())}
+    reference = _reference_gradient if sig.is_gradient else _reference
+    plain = lambda *operands: reference(sig, sig.named(operands))
     return jax.lax.platform_dependent(*operands, default=plain, **kernels)
 
 
@@ -260,12 +306,13 @@ def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         return own if name not in x or len(x[name].shape) == len(own) else (*rows, *own)
 
     q, v, state = (*rows, "t", "h", "k"), (*rows, "t", "hv", "v"), (*states, "hv", "v", "k")
+    g, beta = (*rows, "t", "hv", "k"), (*rows, "t", "hv")
     return dict(
         q=q,
         k=q,
         v=v,
-        g=(*rows, "t", "hv", "k"),
-        beta=(*rows, "t", "hv"),
+        g=g,
+        beta=beta,
         A_log=gate_parameter("A_log", "hv"),
         dt_bias=gate_parameter("dt_bias", "hv", "k"),
         offsets=(*rows[:-1], "n1") if sig.offsets_step == 1 else (*rows, "m", "pair"),
@@ -276,10 +323,22 @@ def _axes(sig: Signature, x: dict[str, Any]) -> dict[str, tuple[str, ...]]:
         out=v,
         final_state=state,
         o=v,
+        do=v,
+        dfinal_state=state,
+        dq=q,
+        dk=q,
+        dv=v,
+        dg=g,
+        dbeta=beta,
+        dA_log=(*rows, "hv"),
+        ddt_bias=(*rows, "hv", "k"),
+        dinitial_state=state,
     )
 
 
 def _results(sig: Signature) -> tuple[str, ...]:
+    if sig.is_gradient:
+        return tuple(f"d{n}" for n in sig.names if n not in ("offsets", "do", "dfinal_state"))
     return ("o", "final_state") if sig.config.output_final_state else ("o",)
 
 
@@ -300,7 +359,7 @@ def _sharding_rule(sig: Signature, mesh: Mesh, operands: Sequence[Any], results:
 
 
 def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]):
-    """Forces o's sharding of rows and heads on all, and everything else whole.
+    """Forces o's (or dv's) sharding of rows and heads on all, and everything else whole.
 
     Where an axis is left sharded that must not be, the numbers are wrong. Heads shard only into as
     many parts as q's can: every device must see the true ratio of HV to H. All rows use one pool,
@@ -309,7 +368,8 @@ def _partition(sig: Signature, mesh: Mesh, operands: Sequence[Any], results: Seq
     x = sig.named(operands)
     axes = _axes(sig, x)
     rows = axes["q"][:-3]
-    H, spec = x["q"].shape[-2], results[0].sharding.spec
+    H = x["q"].shape[-2]
+    spec = results[_results(sig).index("dv" if sig.is_gradient else "o")].sharding.spec
     spec = dict(zip(axes["o"], (*spec, *[None] * (len(axes["o"]) - len(spec))), strict=True))
 
     def shard(axis: str, size: int) -> Any:  # o's axes of the mesh, if they divide the size
@@ -360,7 +420,7 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
     rows = operands[0].shape[batched[0] : -3]
 
     def prepend(name: str, a: jax.Array, is_batched: bool) -> jax.Array:
-        shared = a.ndim - is_batched == {"A_log": 1, "dt_bias": 2}.get(name)
+        shared = a.ndim - is_batched == _GATE_PARAMETERS.get(name)
         if shared and is_batched:  # from now on one for each row
             a = jnp.expand_dims(a, tuple(range(1, 1 + len(rows))))
             return jnp.broadcast_to(a, (size, *rows, *a.shape[1 + len(rows) :]))
@@ -370,12 +430,25 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
 
 
 def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]):
-    """Cotangents of all operands, None for offsets, indices and buffers."""
-    inputs = dict(inputs)
-    fixed = {name: inputs.pop(name) for name in ("offsets", *_INDICES) if name in inputs}
-    _, vjp = jax.vjp(lambda inputs: _reference(sig, inputs | fixed), inputs)
-    (gradient,) = vjp(cotangents)
-    return tuple(map(gradient.get, sig.names))
+    """Cotangents of all operands of a forward call, None for offsets, indices and buffers."""
+    if sig.pooled:
+        gradients = _cotangents(functools.partial(_reference, sig), inputs, cotangents)
+        return tuple(map(gradients.get, sig.names))
+    operands = {name: inputs[name] for name in sig.names if name in inputs}  # residuals are sorted
+    operands |= dict(zip(("do", "dfinal_state"), cotangents, strict=False))
+    gradient = Signature(sig.config, tuple(operands), sig.offsets_step)
+    results = dict(zip(_results(gradient), _op(gradient)(*operands.values()), strict=True))
+    for name, own in _GATE_PARAMETERS.items():
+        if name in inputs and inputs[name].ndim == own:  # shared by all rows
+            rows = results[f"d{name}"]
+            results[f"d{name}"] = jnp.sum(rows, axis=tuple(range(rows.ndim - own)))
+    return tuple(results.get(f"d{name}") for name in sig.names)
+
+
+def _backward_of_gradient(sig: Signature, inputs: dict[str, jax.Array], cotangents: Any):
+    """Cotangents of all operands of a gradient's call, None for offsets: the reference's."""
+    gradients = _cotangents(functools.partial(_reference_gradient, sig), inputs, cotangents)
+    return tuple(map(gradients.get, sig.names))
 
 
 def _in_plain_axes(sig: Signature, op: Callable, operands: Sequence[jax.Array]):
@@ -408,7 +481,8 @@ def _in_plain_axes(sig: Signature, op: Callable, operands: Sequence[jax.Array]):
 
 
 @functools.cache
-def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
+def _op(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
+    """A call that can be batched, partitioned and differentiated."""
     call = functools.partial(_call, sig)
     partitioned = custom_partitioning(call)
     partitioned.def_partition(
@@ -433,14 +507,19 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
         inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
         return differentiable(*operands), inputs
 
-    differentiable.defvjp(forward, functools.partial(_backward, sig))
+    backward = _backward_of_gradient if sig.is_gradient else _backward
+    differentiable.defvjp(forward, functools.partial(backward, sig))
+    return differentiable
 
+
+@functools.cache
+def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     def run(*operands):
         plain = sig.config.implementation == "reference"
-        op = (lambda *a: _reference(sig, sig.named(a))) if plain else differentiable
+        op = (lambda *a: _reference(sig, sig.named(a))) if plain else _op(sig)
         return _in_plain_axes(sig, op, operands)
 
-    run.__name__ = run.__qualname__ = sig.config.target  # in profiles, logs and XLA's modules
+    run.__name__ = run.__qualname__ = sig.target  # in profiles, logs and XLA's modules
     return jax.jit(run)
 
 

@@ -1,5 +1,5 @@
-// Buffers and attributes of one FFI call -> FwdParams, with every check that the host can
-// make. Shared by both platforms; Python has checked the same at trace time, with better words.
+// Buffers and attributes of one FFI call -> FwdParams or BwdParams, with every check that the host
+// can make. Shared by both platforms; Python has checked the same at trace time, with better words.
 // Values in device memory are not read here.
 //
 // Order of checks for each operand: rank, shape, dtype. Messages: "`name` must <rule>; got
@@ -21,8 +21,8 @@ namespace jax_kda {
 
 namespace ffi = ::xla::ffi;
 
-// The attributes of `kda_chunk_fwd` and `kda_recurrent_fwd`: plain keyword arguments of
-// jax.ffi.ffi_call, of exactly these types.
+// The attributes of `kda_chunk_fwd`, `kda_recurrent_fwd` and `kda_chunk_bwd`: plain keyword
+// arguments of jax.ffi.ffi_call, of exactly these types.
 struct FwdAttrs {
   float scale;
   float lower_bound;  // 0 when the gate has none
@@ -283,6 +283,44 @@ inline ffi::Error FillIndices(Cursor<ffi::RemainingArgs>& operands, const char* 
   return ffi::Error::Success();
 }
 
+// Everything up to the states: options, tokens, parameters of the gate and offsets.
+inline ffi::Error FillInputs(const FwdAttrs& attrs, Cursor<ffi::RemainingArgs>& operands,
+                             FwdParams& p, Dims& leading) {
+  if (attrs.gate < 0 || attrs.gate > 2) {
+    return Invalid("`gate` must be 0, 1 or 2; got ", attrs.gate);
+  }
+  if (attrs.beta_mode < 0 || attrs.beta_mode > 2) {
+    return Invalid("`beta_mode` must be 0, 1 or 2; got ", attrs.beta_mode);
+  }
+  if (attrs.offsets_step < 0 || attrs.offsets_step > 2) {
+    return Invalid("`offsets_step` must be 0, 1 or 2; got ", attrs.offsets_step);
+  }
+  p.scale = attrs.scale;
+  p.lower_bound = attrs.lower_bound;
+  p.gate = static_cast<Gate>(attrs.gate);
+  p.beta_mode = static_cast<BetaMode>(attrs.beta_mode);
+  p.l2norm = attrs.l2norm;
+  p.M = 1;
+  p.offsets_step = attrs.offsets_step;
+  p.state_dtype = DType::kF32;
+  // Written so that NaN fails; every exponent of the kernels is at most 0 because of this.
+  if (p.gate == Gate::kLowerBound && !(p.lower_bound >= -5.0f && p.lower_bound < 0.0f)) {
+    return Invalid("`lower_bound` must be in [-5, 0); got ", p.lower_bound);
+  }
+
+  RETURN_IF_ERROR(FillTokens(operands, p, leading));
+  if (attrs.has_A_log) {
+    RETURN_IF_ERROR(FillGateParam(operands, "A_log", "[HV] or [..., HV]", leading, {p.HV}, p.A_log,
+                                  p.A_log_stride));
+  }
+  if (attrs.has_dt_bias) {
+    RETURN_IF_ERROR(FillGateParam(operands, "dt_bias", "[HV, K] or [..., HV, K]", leading,
+                                  {p.HV, p.K}, p.dt_bias, p.dt_bias_stride));
+  }
+  if (attrs.offsets_step != 0) RETURN_IF_ERROR(FillOffsets(operands, attrs.offsets_step, p));
+  return ffi::Error::Success();
+}
+
 inline ffi::Error FillResults(const ffi::RemainingRets& rets, bool has_final_state,
                               Workspace workspace, const Dims& leading, FwdParams& p) {
   Cursor<ffi::RemainingRets> results(rets);
@@ -336,41 +374,7 @@ inline ffi::ErrorOr<FwdParams> MakeFwdParams(const FwdAttrs& attrs, const ffi::R
   check::Dims leading, pool_axes;
   check::Cursor<ffi::RemainingArgs> operands(args);
   const bool pooled = attrs.has_state_indices || attrs.has_output_state_indices;
-
-  if (attrs.gate < 0 || attrs.gate > 2) {
-    return Failure{Invalid("`gate` must be 0, 1 or 2; got ", attrs.gate)};
-  }
-  if (attrs.beta_mode < 0 || attrs.beta_mode > 2) {
-    return Failure{Invalid("`beta_mode` must be 0, 1 or 2; got ", attrs.beta_mode)};
-  }
-  if (attrs.offsets_step < 0 || attrs.offsets_step > 2) {
-    return Failure{Invalid("`offsets_step` must be 0, 1 or 2; got ", attrs.offsets_step)};
-  }
-  p.scale = attrs.scale;
-  p.lower_bound = attrs.lower_bound;
-  p.gate = static_cast<Gate>(attrs.gate);
-  p.beta_mode = static_cast<BetaMode>(attrs.beta_mode);
-  p.l2norm = attrs.l2norm;
-  p.M = 1;
-  p.offsets_step = attrs.offsets_step;
-  p.state_dtype = DType::kF32;
-  // Written so that NaN fails; every exponent of the kernels is at most 0 because of this.
-  if (p.gate == Gate::kLowerBound && !(p.lower_bound >= -5.0f && p.lower_bound < 0.0f)) {
-    return Failure{Invalid("`lower_bound` must be in [-5, 0); got ", p.lower_bound)};
-  }
-
-  RETURN_IF_ERROR(check::FillTokens(operands, p, leading));
-  if (attrs.has_A_log) {
-    RETURN_IF_ERROR(check::FillGateParam(operands, "A_log", "[HV] or [..., HV]", leading, {p.HV},
-                                         p.A_log, p.A_log_stride));
-  }
-  if (attrs.has_dt_bias) {
-    RETURN_IF_ERROR(check::FillGateParam(operands, "dt_bias", "[HV, K] or [..., HV, K]", leading,
-                                         {p.HV, p.K}, p.dt_bias, p.dt_bias_stride));
-  }
-  if (attrs.offsets_step != 0) {
-    RETURN_IF_ERROR(check::FillOffsets(operands, attrs.offsets_step, p));
-  }
+  RETURN_IF_ERROR(check::FillInputs(attrs, operands, p, leading));
   if (attrs.has_initial_state) {
     auto state = operands.Next("initial_state");
     RETURN_IF_ERROR(state);
@@ -411,6 +415,104 @@ inline ffi::ErrorOr<FwdParams> MakeFwdParams(const FwdAttrs& attrs, const ffi::R
   }
   RETURN_IF_ERROR(check::FillResults(rets, attrs.has_final_state, workspace, leading, p));
   return p;
+}
+
+namespace check {
+
+// A result of kda_chunk_bwd.
+inline ffi::Error FillGradient(Cursor<ffi::RemainingRets>& results, const char* name,
+                               const char* letters, const Dims& dims, DType dtype, void*& data) {
+  auto x = results.Next(name);
+  RETURN_IF_ERROR(x);
+  RETURN_IF_ERROR(CheckShape(*x, letters, dims));
+  RETURN_IF_ERROR(CheckDtype(*x, dtype == DType::kBF16 ? ffi::DataType::BF16 : ffi::DataType::F32));
+  data = x->data;
+  return ffi::Error::Success();
+}
+
+}  // namespace check
+
+// args: q k v g beta [A_log] [dt_bias] [offsets] [initial_state] do [dfinal_state], the last where
+// has_final_state. rets: dq dk dv dg dbeta [dA_log] [ddt_bias] [dinitial_state], each like its
+// primal; but dA_log [..., HV] and ddt_bias [..., HV, K] always have one for each row of tokens,
+// which the caller sums where the parameter is shared: sharded rows then need no sum in here.
+inline ffi::ErrorOr<BwdParams> MakeBwdParams(const FwdAttrs& attrs, const ffi::RemainingArgs& args,
+                                             const ffi::RemainingRets& rets) {
+  using check::Concat;
+  using check::Invalid;
+  BwdParams b{};
+  FwdParams& p = b.fwd;
+  check::Dims leading, state_dims;
+  check::Cursor<ffi::RemainingArgs> operands(args);
+  if (attrs.has_state_indices || attrs.has_output_state_indices || attrs.has_checkpoint_indices) {
+    return Failure{
+        Invalid("`state_indices`, `output_state_indices` and `checkpoint_indices` must "
+                "not be given: there is no gradient kernel for pools")};
+  }
+  RETURN_IF_ERROR(check::FillInputs(attrs, operands, p, leading));
+  if (attrs.has_initial_state) {
+    auto state = operands.Next("initial_state");
+    RETURN_IF_ERROR(state);
+    RETURN_IF_ERROR(check::CheckState(*state, p));
+    auto dtype = check::FloatDtype(*state);
+    RETURN_IF_ERROR(dtype);
+    p.state_dtype = *dtype;
+    p.initial_state = state->data;
+    state_dims = state->dims;
+  }
+  auto do_ = operands.Next("do");
+  RETURN_IF_ERROR(do_);
+  RETURN_IF_ERROR(check::CheckShape(*do_, "[..., T, HV, V]", Concat(leading, {p.T, p.HV, p.V})));
+  RETURN_IF_ERROR(
+      check::CheckDtype(*do_, p.dtype == DType::kBF16 ? ffi::DataType::BF16 : ffi::DataType::F32));
+  b.do_ = do_->data;
+  b.dfinal_state_dtype = DType::kF32;
+  if (attrs.has_final_state) {
+    auto dfinal_state = operands.Next("dfinal_state");
+    RETURN_IF_ERROR(dfinal_state);
+    RETURN_IF_ERROR(check::CheckState(*dfinal_state, p));
+    auto dtype = check::FloatDtype(*dfinal_state);
+    RETURN_IF_ERROR(dtype);
+    b.dfinal_state_dtype = *dtype;
+    b.dfinal_state = dfinal_state->data;
+  }
+  if (operands.remaining() != 0) {
+    return Failure{Invalid("the call must have no operand after the last one of the contract; got ",
+                           operands.remaining(), " more")};
+  }
+
+  check::Cursor<ffi::RemainingRets> results(rets);
+  const check::Dims q_dims = Concat(leading, {p.T, p.H, p.K});
+  RETURN_IF_ERROR(
+      check::FillGradient(results, "dq", "[..., T, H, K] of `q`", q_dims, p.dtype, b.dq));
+  RETURN_IF_ERROR(
+      check::FillGradient(results, "dk", "[..., T, H, K] of `q`", q_dims, p.dtype, b.dk));
+  RETURN_IF_ERROR(check::FillGradient(results, "dv", "[..., T, HV, V]",
+                                      Concat(leading, {p.T, p.HV, p.V}), p.dtype, b.dv));
+  RETURN_IF_ERROR(check::FillGradient(results, "dg", "[..., T, HV, K]",
+                                      Concat(leading, {p.T, p.HV, p.K}), p.g_dtype, b.dg));
+  RETURN_IF_ERROR(check::FillGradient(results, "dbeta", "[..., T, HV]",
+                                      Concat(leading, {p.T, p.HV}), p.beta_dtype, b.dbeta));
+  void* parameter = nullptr;
+  if (attrs.has_A_log) {
+    RETURN_IF_ERROR(check::FillGradient(results, "dA_log", "[..., HV]", Concat(leading, {p.HV}),
+                                        DType::kF32, parameter));
+    b.dA_log = static_cast<float*>(parameter);
+  }
+  if (attrs.has_dt_bias) {
+    RETURN_IF_ERROR(check::FillGradient(results, "ddt_bias", "[..., HV, K]",
+                                        Concat(leading, {p.HV, p.K}), DType::kF32, parameter));
+    b.ddt_bias = static_cast<float*>(parameter);
+  }
+  if (attrs.has_initial_state) {
+    RETURN_IF_ERROR(check::FillGradient(results, "dinitial_state", "[..., N, HV, V, K]", state_dims,
+                                        p.state_dtype, b.dinitial_state));
+  }
+  if (results.remaining() != 0) {
+    return Failure{Invalid("the call must have no result after the last one of the contract; got ",
+                           results.remaining(), " more")};
+  }
+  return b;
 }
 
 }  // namespace jax_kda

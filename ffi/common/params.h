@@ -98,4 +98,25 @@ struct FwdParams {
 };
 static_assert(std::is_trivially_copyable_v<FwdParams>);
 
+// `kda_chunk_bwd`: cotangents of the operands from those of the results. Tokens outside every
+// sequence get gradients of 0; the state of an empty sequence hands its cotangent through.
+struct BwdParams {
+  FwdParams fwd;  // the inputs, without a pool; o, final_state and workspace are nullptr
+
+  const void* do_;           // [B, T, HV, V], of fwd.dtype
+  const void* dfinal_state;  // [N, HV, V, K]; nullptr: zeros
+  DType dfinal_state_dtype;
+
+  // Each of the dtype of its primal.
+  void* dq;              // [B, T, H, K]; summed over the value heads that share it
+  void* dk;              // [B, T, H, K]
+  void* dv;              // [B, T, HV, V]
+  void* dg;              // [B, T, HV, K]
+  void* dbeta;           // [B, T, HV]
+  float* dA_log;         // [B, HV], for each row also where A_log is shared; nullptr: not wanted
+  float* ddt_bias;       // [B, HV, K], likewise
+  void* dinitial_state;  // [N, HV, V, K]; nullptr: there is no initial_state
+};
+static_assert(std::is_trivially_copyable_v<BwdParams>);
+
 }  // namespace jax_kda

@@ -8,7 +8,6 @@
 #include "ffi/cpu/chunk_fwd.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <vector>
 
@@ -17,7 +16,6 @@
 #include "ffi/cpu/denormals.h"
 #include "ffi/cpu/sequences.h"
 #include "ffi/cpu/states.h"
-#include "ffi/cpu/vec.h"
 
 namespace jax_kda::cpu {
 namespace {
@@ -129,27 +127,9 @@ class Forward {
     }
   }
 
-  // Strip `s` of [V, K] in memory <-> [state_rows, strip] of the kernel, zero beyond K and V.
   void LoadState(const Chain& chain, int64_t s, float* S) const {
-    std::memset(S, 0, strip_size_ * sizeof(float));
-    if (chain.read == kNoSlot) return;
-    if (p_.state_dtype == DType::kBF16) {
-      LoadState<BF16>(chain, s, S);
-    } else {
-      LoadState<float>(chain, s, S);
-    }
-  }
-
-  template <class T>
-  void LoadState(const Chain& chain, int64_t s, float* S) const {
-    const T* from = reinterpret_cast<const T*>(InitialState(p_, chain.read));
-    const int64_t begin = s * kernel_.strip;
-    const int64_t end = std::min(begin + kernel_.strip, p_.V);
-    for (int64_t v = begin; v < end; ++v) {
-      for (int64_t k = 0; k < p_.K; ++k) {
-        S[k * kernel_.strip + v - begin] = ToFloat(from[v * p_.K + k]);
-      }
-    }
+    const void* from = chain.read == kNoSlot ? nullptr : InitialState(p_, chain.read);
+    LoadStrip(p_, p_.state_dtype, from, s, kernel_.state_rows(p_), kernel_.strip, S);
   }
 
   // What is kept of strip `s` after chunk n.
@@ -162,23 +142,7 @@ class Forward {
 
   void StoreState(int64_t state, int64_t s, const float* S) const {
     if (state == kNoSlot) return;
-    if (p_.state_dtype == DType::kBF16) {
-      StoreState<BF16>(state, s, S);
-    } else {
-      StoreState<float>(state, s, S);
-    }
-  }
-
-  template <class T>
-  void StoreState(int64_t state, int64_t s, const float* S) const {
-    T* to = reinterpret_cast<T*>(FinalState(p_, state));
-    const int64_t begin = s * kernel_.strip;
-    const int64_t end = std::min(begin + kernel_.strip, p_.V);
-    for (int64_t v = begin; v < end; ++v) {
-      for (int64_t k = 0; k < p_.K; ++k) {
-        FromFloat(S[k * kernel_.strip + v - begin], to[v * p_.K + k]);
-      }
-    }
+    StoreStrip(p_, p_.state_dtype, S, s, kernel_.strip, FinalState(p_, state));
   }
 
   const FwdParams& p_;

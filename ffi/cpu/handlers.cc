@@ -2,6 +2,7 @@
 #include "ffi/cpu/handlers.h"
 
 #include "ffi/common/check.h"
+#include "ffi/cpu/chunk_bwd.h"
 #include "ffi/cpu/chunk_fwd.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/cpu/recurrent_fwd.h"
@@ -12,16 +13,18 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
+ffi::Error CheckHeadSizes(const FwdParams& p) {
+  if (p.K <= kMaxHeadSize && p.V <= kMaxHeadSize) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "head sizes K, V must be at most 256; got " + std::to_string(p.K) + ", " +
+                        std::to_string(p.V) + " (implementation=\"reference\" has no limit)");
+}
+
 ffi::ErrorOr<FwdParams> SupportedParams(const FwdAttrs& attrs, const ffi::RemainingArgs& args,
                                         const ffi::RemainingRets& rets) {
   auto params = MakeFwdParams(attrs, args, rets, Workspace::kNone);
   RETURN_IF_ERROR(params);
-  if (params->K > kMaxHeadSize || params->V > kMaxHeadSize) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kUnimplemented,
-                   "head sizes K, V must be at most 256; got " + std::to_string(params->K) + ", " +
-                       std::to_string(params->V) + " (implementation=\"reference\" has no limit)"));
-  }
+  RETURN_IF_ERROR(CheckHeadSizes(*params));
   return params;
 }
 
@@ -35,6 +38,14 @@ ffi::Error ChunkFwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs
   const auto params = SupportedParams(attrs, args, rets);
   RETURN_IF_ERROR(params);
   return ChunkFwd(*params, SupportedKernels().front()->chunk, ExecutorOf(pool));
+}
+
+ffi::Error ChunkBwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets) {
+  const auto params = MakeBwdParams(attrs, args, rets);
+  RETURN_IF_ERROR(params);
+  RETURN_IF_ERROR(CheckHeadSizes(params->fwd));
+  return ChunkBwd(*params, SupportedKernels().front()->chunk_grad, ExecutorOf(pool));
 }
 
 ffi::Error RecurrentFwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs args,
@@ -60,6 +71,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, jax_kda::cpu::ChunkFwdImpl,
 
 // The same.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaRecurrentFwd, jax_kda::cpu::RecurrentFwdImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Attrs<jax_kda::FwdAttrs>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+// args: those of KdaChunkFwd up to initial_state, which is no pool; do [..., T, HV, V];
+// [dfinal_state]. rets: dq, dk, dv, dg, dbeta like their primals; [dA_log [..., HV]];
+// [ddt_bias [..., HV, K]]; [dinitial_state].
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkBwd, jax_kda::cpu::ChunkBwdImpl,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Attrs<jax_kda::FwdAttrs>()

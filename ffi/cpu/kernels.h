@@ -1,5 +1,5 @@
-// The kernels of chunk.h and recurrent.h, compiled for each instruction set. This header and its
-// users know nothing of the sets.
+// The kernels of chunk.h, chunk_grad.h and recurrent.h, compiled for each instruction set. This
+// header and its users know nothing of the sets.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,33 @@ struct ChunkKernel {
   // S: [state_rows, strip], columns [column, column + strip) of V; those past V are zero.
   void (*scan)(const FwdParams& p, const HeadTokens& x, float* prepared, int64_t column, float* S,
                float* scratch);
+};
+
+// Where the gradients of one chunk and value head go that are not results of their own.
+struct ChunkGradients {
+  float* dq;         // [kChunk, state_rows]  by the scaled and normalised q
+  float* dk;         // [kChunk, state_rows]  by the normalised k
+  bool first, last;  // of the value heads that share dq and dk: begins the sums, writes results
+  double* dA_log;    // [1]  += ; nullptr: not wanted
+  double* ddt_bias;  // [K]  += ; nullptr: not wanted
+};
+
+// The gradient, chunk by chunk: `forward` through a sequence, then `backward` from its end. States
+// are strips [strips(p), state_rows, strip] as for ChunkKernel.
+struct ChunkGradKernel {
+  int64_t strip;
+
+  int64_t (*kept_size)(const FwdParams& p);     // what `backward` needs from `forward`
+  int64_t (*scratch_size)(const FwdParams& p);  // zeros before the first call
+  int64_t (*state_rows)(const FwdParams& p);    // K, padded
+
+  // S over the chunk; `kept` may be nullptr.
+  void (*forward)(const FwdParams& p, const HeadTokens& x, float* S, float* kept, float* scratch);
+
+  // dS, the cotangent of the state, back over the chunk. Writes dv, dg, dbeta and, after the last
+  // head of a group, dq and dk.
+  void (*backward)(const BwdParams& b, const HeadTokens& x, const float* kept, float* dS,
+                   const ChunkGradients& to, float* scratch);
 };
 
 // Rows [row, row + rows) of V of one head's state. Each row is computed in the same way whatever
@@ -61,6 +88,7 @@ struct RecurrentKernel {
 struct Kernels {
   const char* name;
   ChunkKernel chunk;
+  ChunkGradKernel chunk_grad;
   RecurrentKernel recurrent;
 };
 

@@ -16,6 +16,7 @@
 #endif
 
 #include "ffi/cpu/chunk.h"
+#include "ffi/cpu/chunk_grad.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/cpu/recurrent.h"
 #include "ffi/cpu/tile.h"
@@ -23,7 +24,8 @@
 namespace jax_kda::cpu {
 
 // constexpr: no code of this file runs before the choice.
-constexpr Kernels kAvx2 = {"avx2", MakeChunkKernel<Isa<8, 4>>(), MakeRecurrentKernel<Isa<8, 4>>()};
+constexpr Kernels kAvx2 = {"avx2", MakeChunkKernel<Isa<8, 4>>(), MakeChunkGradKernel<Isa<8, 4>>(),
+                           MakeRecurrentKernel<Isa<8, 4>>()};
 
 }  // namespace jax_kda::cpu
 

@@ -17,6 +17,7 @@
 #endif
 
 #include "ffi/cpu/chunk.h"
+#include "ffi/cpu/chunk_grad.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/cpu/recurrent.h"
 #include "ffi/cpu/tile.h"
@@ -25,7 +26,7 @@ namespace jax_kda::cpu {
 
 // constexpr: no code of this file runs before the choice.
 constexpr Kernels kAvx512 = {"avx512", MakeChunkKernel<Isa<16, 8>>(),
-                             MakeRecurrentKernel<Isa<16, 8>>()};
+                             MakeChunkGradKernel<Isa<16, 8>>(), MakeRecurrentKernel<Isa<16, 8>>()};
 
 }  // namespace jax_kda::cpu
 

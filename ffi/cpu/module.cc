@@ -11,6 +11,7 @@ NB_MODULE(_cpu, m) {
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(KdaChunkFwd));
+    handlers["kda_chunk_bwd"] = nb::capsule(reinterpret_cast<void*>(KdaChunkBwd));
     handlers["kda_recurrent_fwd"] = nb::capsule(reinterpret_cast<void*>(KdaRecurrentFwd));
     return handlers;
   });

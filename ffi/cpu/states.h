@@ -8,6 +8,7 @@
 
 #include "ffi/common/params.h"
 #include "ffi/cpu/parallel.h"
+#include "ffi/cpu/vec.h"
 
 namespace jax_kda::cpu {
 
@@ -81,6 +82,48 @@ inline void CopyPool(const FwdParams& p, const Executor& executor) {
                 static_cast<const std::byte*>(p.initial_state) + begin,
                 std::min(kBlock, bytes - begin));
   });
+}
+
+// ---- strips: columns [strip * width, (strip + 1) * width) of V, K-first as [rows, width], zero
+// beyond K and V
+
+template <class T>
+void LoadStrip(const FwdParams& p, const T* from, int64_t strip, int64_t width, float* S) {
+  const int64_t begin = strip * width;
+  const int64_t end = std::min(begin + width, p.V);
+  for (int64_t v = begin; v < end; ++v) {
+    for (int64_t k = 0; k < p.K; ++k) S[k * width + v - begin] = ToFloat(from[v * p.K + k]);
+  }
+}
+
+// From a head's state, zeros where that is nullptr.
+inline void LoadStrip(const FwdParams& p, DType dtype, const void* from, int64_t strip,
+                      int64_t rows, int64_t width, float* S) {
+  std::memset(S, 0, rows * width * sizeof(float));
+  if (from == nullptr) return;
+  if (dtype == DType::kBF16) {
+    LoadStrip(p, static_cast<const BF16*>(from), strip, width, S);
+  } else {
+    LoadStrip(p, static_cast<const float*>(from), strip, width, S);
+  }
+}
+
+template <class T>
+void StoreStrip(const FwdParams& p, const float* S, int64_t strip, int64_t width, T* to) {
+  const int64_t begin = strip * width;
+  const int64_t end = std::min(begin + width, p.V);
+  for (int64_t v = begin; v < end; ++v) {
+    for (int64_t k = 0; k < p.K; ++k) FromFloat(S[k * width + v - begin], to[v * p.K + k]);
+  }
+}
+
+inline void StoreStrip(const FwdParams& p, DType dtype, const float* S, int64_t strip,
+                       int64_t width, void* to) {
+  if (dtype == DType::kBF16) {
+    StoreStrip(p, S, strip, width, static_cast<BF16*>(to));
+  } else {
+    StoreStrip(p, S, strip, width, static_cast<float*>(to));
+  }
 }
 
 }  // namespace jax_kda::cpu

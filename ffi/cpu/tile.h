@@ -116,6 +116,51 @@ struct Tile {
       }
     }
   }
+
+  // acc <- (I + tril(L, -1) diag(beta))^-1 acc for a kRows x kRows block of L.
+  [[gnu::always_inline]] void SolveUnitLower(const float* l, int64_t l_row, const float* beta) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kRows; ++t) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) {
+        const F x = acc[t][j] * beta[t];
+#pragma GCC unroll 8
+        for (int i = t + 1; i < kRows; ++i) acc[i][j] -= l[i * l_row + t] * x;
+      }
+    }
+  }
+
+  // acc <- (I + tril(L, -1)^T diag(beta))^-1 acc for a kRows x kRows block of L.
+  [[gnu::always_inline]] void SolveUnitUpper(const float* l, int64_t l_row, const float* beta) {
+#pragma GCC unroll 8
+    for (int t = kRows - 1; t >= 0; --t) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) {
+        const F x = acc[t][j] * beta[t];
+#pragma GCC unroll 8
+        for (int i = 0; i < t; ++i) acc[i][j] -= l[t * l_row + i] * x;
+      }
+    }
+  }
+
+  // acc <- acc diag(factors).
+  [[gnu::always_inline]] void ScaleColumns(const float* factors) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVecs; ++j) {
+      const F factor = Isa::Load(factors + j * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) acc[i][j] *= factor;
+    }
+  }
+
+  // rows of acc times a factor each.
+  [[gnu::always_inline]] void ScaleRows(const float* factors) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) acc[i][j] *= factors[i];
+    }
+  }
 };
 
 }  // namespace

@@ -1,9 +1,10 @@
 // A fixed-width float vector in the compiler's own vector extension, and the elementary functions
 // of the gates on it.
 //
-// This header, tile.h, rows.h, chunk.h and recurrent.h are compiled once for each instruction set:
-// kernels_baseline.cc, kernels_avx2.cc and kernels_avx512.cc. Their unnamed namespaces keep the
-// copies apart; of functions with linkage the linker would keep one, for any of the sets.
+// This header, tile.h, rows.h, chunk.h, chunk_grad.h and recurrent.h are compiled once for each
+// instruction set: kernels_baseline.cc, kernels_avx2.cc and kernels_avx512.cc. Their unnamed
+// namespaces keep the copies apart; of functions with linkage the linker would keep one, for any of
+// the sets.
 #pragma once
 
 #include <cstdint>

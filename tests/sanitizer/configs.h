@@ -141,6 +141,7 @@ inline const std::vector<Config> kCpuConfigs = {
     {.name = "odd head sizes, two pools, checkpoints", .B = 2, .T = 130, .H = 1, .HV = 2, .K = 20,
      .V = 37, .dtype = DType::kF32, .pools = 2, .slots = 6, .state_indices = {0, 5},
      .output_state_indices = {1, 5}, .checkpoint_indices = {2, 3, 0, -1}, .in_place = true},
+    {.name = "many chunks, grouped heads", .B = 1, .T = 8200, .H = 1, .HV = 2, .K = 16, .V = 8},
     {.name = "few values, one token", .B = 3, .T = 1, .H = 1, .HV = 1, .K = 256, .V = 6,
      .state_dtype = DType::kBF16},
 };

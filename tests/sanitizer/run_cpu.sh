@@ -18,7 +18,7 @@ build() { # build NAME FLAG...
 build address -fsanitize=address,undefined -fno-sanitize-recover=all
 "$folder/address" >"$folder/log" 2>&1 || { cat "$folder/log"; exit 1; }
 echo "address, undefined: clean ($(grep -c ^ok "$folder/log") configurations)"
-for op in chunk recurrent; do
+for op in chunk recurrent gradient; do
   if "$folder/address" --plant $op >"$folder/log" 2>&1 ||
     ! grep -q heap-buffer-overflow "$folder/log"; then
     echo "planted overrun, $op: NOT FOUND" && exit 1
