@@ -456,11 +456,13 @@ struct ChunkGrad {
     }
   }
 
-  // What dg has from earlier tokens with dS.
+  // What dg has from earlier tokens with dS. Nothing crosses a decay of 0, but what differences
+  // leave there is not always 0, and a gate as low as that would multiply it by 1e4; NaN stays.
   void AddGradientsWithState(int64_t channel) const {
     F sum{};
     for (int64_t i = channel; i < channel + rows * Kp; i += Kp) {
-      Isa::Store(s.dg + i, Isa::Load(s.dg + i) + sum);
+      const F dg = Isa::Load(s.dg + i) + sum;
+      Isa::Store(s.dg + i, Isa::Load(s.decay + i) == F{} ? dg * 0.0f : dg);
       sum += Isa::Load(s.prepared.k_restored + i) * Isa::Load(s.col_S + i);
     }
   }
