@@ -9,6 +9,7 @@ table and writes it to results/decode-DEVICE.md.
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,6 @@ OPTIONS: dict[str, Any] = {
 
 def seconds_per_call(call, x, state, typical) -> float:
     """Of STEPS calls in one jitted function, each on the states that the last one wrote."""
-    import functools
-
     import jax
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -154,8 +153,7 @@ def main() -> int:
     copy, _ = device.rates()
 
     lines = [
-        f"`python benchmarks/decode.py {' '.join(sys.argv[1:])}`".replace(" `", "`")
-        + f" at {commit()}",
+        f"`{' '.join(['python benchmarks/decode.py', *sys.argv[1:]])}` at {commit()}",
         "",
         f"{device.device.device_kind}: copy {copy / 1e12:.3f} TB/s. One token a sequence, "
         f"H = {H}, K = V = 128, bf16 operands, {STEPS} steps in one jitted function.",

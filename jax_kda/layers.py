@@ -301,7 +301,7 @@ class KimiDeltaAttention(nnx.Module):
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"`x` must have shape [B, T, hidden_size] = [B, T, {self.hidden_size}]; "
-                f"got {_list(x.shape)}"
+                f"got {list(x.shape)}"
             )
         x, packing = _pack(x, segment_ids, max_segments, padding_mask)
         B, T, _ = x.shape
@@ -466,7 +466,7 @@ def _present(mask, B, T):
     mask = jnp.asarray(mask)
     if mask.shape != (B, T):
         raise ValueError(
-            f"`padding_mask` must have shape [B, T] = {_list((B, T))}; got {_list(mask.shape)}"
+            f"`padding_mask` must have shape [B, T] = {list((B, T))}; got {list(mask.shape)}"
         )
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
         raise TypeError(f"`padding_mask` must have dtype bool or an integer one; got {mask.dtype}")
@@ -540,7 +540,3 @@ def _inverse_softplus_step(key, shape, dtype):
     low, high = jnp.log(1e-3), jnp.log(1e-1)
     step = jnp.exp(jax.random.uniform(key, shape, dtype, minval=low, maxval=high))
     return step + jnp.log(-jnp.expm1(-step))
-
-
-def _list(items):
-    return f"[{', '.join(map(str, items))}]"

@@ -108,58 +108,6 @@ def chunk_kda(
     return chunk_fwd(*operands, **options)
 
 
-def recurrent_kda(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike,
-    beta: ArrayLike,
-    state: ArrayLike | None = None,
-    *,
-    state_indices: ArrayLike | Sequence[int] | None = None,
-    output_state_indices: ArrayLike | Sequence[int] | None = None,
-    A_log: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    lower_bound: float | None = None,
-    scale: float | None = None,
-    cu_seqlens: ArrayLike | Sequence[int] | None = None,
-    segment_ids: ArrayLike | None = None,
-    max_segments: int | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    implementation: str | None = "reference",
-) -> tuple[jax.Array, jax.Array]:
-    """`jax_kda.recurrent_kda` in plain JAX: the same, whatever the implementation asked for."""
-    validate.implementation(implementation)
-    operands, options = validate.recurrent_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        state,
-        state_indices=state_indices,
-        output_state_indices=output_state_indices,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
-        max_segments=max_segments,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        implementation="reference",
-    )
-    o, final_state = chunk_fwd(*operands, **options)
-    assert final_state is not None
-    return o, final_state
-
-
 def chunk_fwd(
     q: jax.Array,
     k: jax.Array,

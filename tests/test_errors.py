@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kda import chunk_kda, fwd, kda_gate, recurrent_kda, reference
+from jax_kda import chunk_kda, fwd, kda_gate, primitive, recurrent_kda, reference
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 8, 6
 FLOATS = 'must have dtype bfloat16 or float32 (float64 only with implementation="reference")'
@@ -387,15 +387,14 @@ RECURRENT_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("f", [recurrent_kda, reference.recurrent_kda], ids=["api", "reference"])
 @pytest.mark.parametrize(
     ("error", "x", "message"),
     RECURRENT_ERRORS,
     ids=[re.sub(r"\W+", "_", message)[1:60] for *_, message in RECURRENT_ERRORS],
 )
-def test_recurrent_kda(error: type[Exception], x: dict[str, Any], message: str, f: Any):
+def test_recurrent_kda(error: type[Exception], x: dict[str, Any], message: str):
     with raises(error, message):
-        f(**x)
+        recurrent_kda(**x)
 
 
 @pytest.mark.parametrize("name", ["scale", "lower_bound"])
@@ -631,3 +630,26 @@ def test_results_have_one_structure_for_every_length():
 
     for options in ({}, {"output_final_state": True}):
         assert len({structure(T, **options) for T in (0, 1, 5)}) == 1
+
+
+# ---- The handlers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("indices", "output_final_state", "got"),
+    [(("state_indices",), False, "no final state"), ((), True, "no pool")],
+)
+def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, output_final_state, got):
+    """What Python refuses before: a handler trusts nobody."""
+    x = arguments(initial_state=zeros(B, HV, V, K))
+    x |= {name: jnp.zeros(B, jnp.int32) for name in indices}
+    x["checkpoint_indices"] = jnp.zeros((B, T // 64), jnp.int32)
+    config = primitive.Config(
+        "chunk", "initial_state", 1.0, None, "activated", "probability", False,
+        output_final_state, "ffi",
+    )  # fmt: skip
+    sig = primitive.Signature(config, tuple(x), 0)
+    call = jax.jit(lambda *operands: primitive._ffi_call(sig, "cpu", *operands))
+    message = f"`checkpoint_indices` must come with .* and with a final state; got {got}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(*x.values()))

@@ -475,12 +475,8 @@ def test_fwd_with_a_pool(platform: Platform):
     equal(fwd(initial_state=x["initial_state"], **read), functional(**read)[0])
 
 
-@pytest.mark.parametrize("f", [reference.chunk_kda, reference.recurrent_kda])
-def test_reference_functions_take_pools(f: Any):
+def test_reference_takes_pools():
     x = make(CPU_F32, B=2, T=2)
     expected = step(x, state_indices=[1, 0], implementation="reference")
-    options = {"output_final_state": True}
-    if f is reference.recurrent_kda:
-        options = {"state": x.pop("initial_state")}
-    results = f(**x, **options, state_indices=[1, 0])
+    results = reference.chunk_kda(**x, output_final_state=True, state_indices=[1, 0])
     jax.tree.map(np.testing.assert_array_equal, results, expected)

@@ -25,9 +25,6 @@ from platforms import (
     truth,
 )
 
-import jax_kda
-from jax_kda import reference
-
 # Head sizes are those that the CUDA handler has, too.
 STEPS = {
     "one_token": Case(T=1, B=3, H=2, HV=4, K=128, V=128),
@@ -97,14 +94,6 @@ def test_agrees_with_chunk_kda(T: int, platform: Platform):
     results = run(platform, x, step, **options)
     for a, b in zip(results, run(platform, x, op, **options), strict=True):
         assert rms_ratio(a, b) <= 2 * platform.tolerance
-
-
-def test_reference_is_the_same_function():
-    x, options = make_inputs(STEPS["two_tokens"])
-    state = x.pop("initial_state")
-    results = reference.recurrent_kda(**x, **options, state=state)
-    expected = jax_kda.recurrent_kda(**x, **options, state=state, implementation="reference")
-    jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
 def test_many_rows_and_heads(platform: Platform):

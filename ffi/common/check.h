@@ -374,6 +374,12 @@ inline ffi::ErrorOr<FwdParams> MakeFwdParams(const FwdAttrs& attrs, const ffi::R
   check::Dims leading, pool_axes;
   check::Cursor<ffi::RemainingArgs> operands(args);
   const bool pooled = attrs.has_state_indices || attrs.has_output_state_indices;
+  if (attrs.has_checkpoint_indices && !(pooled && attrs.has_final_state)) {
+    return Failure{
+        Invalid("`checkpoint_indices` must come with indices of a pool and with a final "
+                "state; got ",
+                pooled ? "no final state" : "no pool")};
+  }
   RETURN_IF_ERROR(check::FillInputs(attrs, operands, p, leading));
   if (attrs.has_initial_state) {
     auto state = operands.Next("initial_state");

@@ -134,8 +134,8 @@ class Forward {
 
   // What is kept of strip `s` after chunk n.
   void StoreStates(const Chain& chain, int64_t n, int64_t s, const float* S) const {
-    if ((n + 1) * kChunk <= chain.end - chain.begin) {
-      StoreState(HeadState(p_, CheckpointSlot(p_, chain.n, n), chain.hv), s, S);
+    if (p_.checkpoint_indices != nullptr && (n + 1) * kChunk <= chain.end - chain.begin) {
+      StoreState(HeadState(p_, FindCheckpointSlot(p_, chain.n, n), chain.hv), s, S);
     }
     if (n + 1 == chain.chunks()) StoreState(chain.write, s, S);
   }

@@ -92,8 +92,8 @@ class Recurrence {
       kernel_.move(p_, x, y, from, to, scratch);
       from = to;
       done += tokens;
-      if (done % kChunk == 0) {
-        const int64_t slot = CheckpointSlot(p_, chain.n, done / kChunk - 1);
+      if (p_.checkpoint_indices != nullptr && done % kChunk == 0) {
+        const int64_t slot = FindCheckpointSlot(p_, chain.n, done / kChunk - 1);
         Store(y, to, HeadState(p_, slot, chain.hv));
       }
     }

@@ -83,7 +83,7 @@ inline void ZeroGaps(const FwdParams& p) {
     int64_t last = 0;
     for (int64_t m = 0; m < p.M; ++m) {
       const Sequence s = SequenceAt(p, b, m);
-      ZeroTokens(p, b, last, SlotsOf(p, b * p.M + m).padding ? s.end : s.begin);
+      ZeroTokens(p, b, last, FindStateSlots(p, b * p.M + m).padding ? s.end : s.begin);
       last = s.end;
     }
     ZeroTokens(p, b, last, p.T);
@@ -108,7 +108,7 @@ inline std::vector<Chain> MakeChains(const FwdParams& p) {
     for (int64_t m = 0; m < p.M; ++m) {
       const int64_t n = b * p.M + m;
       const Sequence s = SequenceAt(p, b, m);
-      const Slots slots = SlotsOf(p, n);
+      const StateSlots slots = FindStateSlots(p, n);
       if (slots.padding) continue;
       for (int64_t hv = 0; hv < p.HV; ++hv) {
         chains.push_back({b, hv, s.begin, s.end, n, HeadState(p, slots.read, hv),

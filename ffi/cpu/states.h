@@ -6,41 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ffi/common/params.h"
+#include "ffi/common/slots.h"
 #include "ffi/cpu/parallel.h"
 #include "ffi/cpu/vec.h"
 
 namespace jax_kda::cpu {
-
-inline constexpr int64_t kNoSlot = -1;
-
-// What sequence n = b M + m reads and writes: indices of [HV, V, K] in initial_state and
-// final_state. kNoSlot: zeros are read, or nothing is written.
-struct Slots {
-  int64_t read, write;
-  bool padding;
-};
-
-inline int64_t SlotOf(const FwdParams& p, int64_t n, int32_t index) {
-  if (index < 0 || index >= p.slots) return kNoSlot;
-  return n / (p.B * p.M / p.pools) * p.slots + index;
-}
-
-inline Slots SlotsOf(const FwdParams& p, int64_t n) {
-  const int64_t written = p.final_state == nullptr ? kNoSlot : n;
-  if (p.pools == 0) return {p.initial_state == nullptr ? kNoSlot : n, written, false};
-  const int64_t in = p.state_indices == nullptr ? kNoSlot : SlotOf(p, n, p.state_indices[n]);
-  const int64_t out =
-      p.output_state_indices == nullptr ? in : SlotOf(p, n, p.output_state_indices[n]);
-  const bool padding = (p.state_indices == nullptr ? out : in) == kNoSlot;
-  return {in, written == kNoSlot ? kNoSlot : out, padding};
-}
-
-// Where the state of sequence n after its first kChunk (j + 1) tokens is kept. Not for padding.
-inline int64_t CheckpointSlot(const FwdParams& p, int64_t n, int64_t j) {
-  if (p.checkpoint_indices == nullptr || p.final_state == nullptr) return kNoSlot;
-  return SlotOf(p, n, p.checkpoint_indices[n * (p.T / kChunk) + j]);
-}
 
 // ---- states of one head: [V, K], by their index in memory
 

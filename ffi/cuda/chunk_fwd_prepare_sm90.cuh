@@ -75,9 +75,8 @@ struct GatePair<float> {
 
 // log2(exp(g)) of gate input x, with y = x slope + bias:
 //   activated    y
-//   softplus     scale softplus(x + dt_bias)                        y = log2(e) (x + dt_bias)
-//   lower bound  scale sigmoid(exp(A_log) (x + dt_bias))            y = -log2(e) exp(A_log) (x +
-//   dt_bias)
+//   softplus     scale softplus(x + dt_bias)              y = log2(e) (x + dt_bias)
+//   lower bound  scale sigmoid(exp(A_log) (x + dt_bias))  y = -log2(e) exp(A_log) (x + dt_bias)
 struct GateParams {
   Gate gate;
   float slope, scale;

@@ -17,8 +17,8 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../common/slots.h"
 #include "chunk_fwd_sm90.cuh"
-#include "state_slots.cuh"
 
 namespace jax_kda::sm90 {
 

@@ -2,8 +2,8 @@
 // workspace.
 //
 //   plan     (packed rows only)  offsets -> which tokens each chunk and each sequence has
-//   prepare  (chunk, value head) q k g beta -> the chunk's image: everything that does not need the
-//   state scan     (sequence, value head) images, v, initial_state -> o, final_state
+//   prepare  (chunk, value head)     q k g beta -> the chunk's image: all that needs no state
+//   scan     (sequence, value head)  images, v, initial_state -> o, final_state
 //
 // The sums of decays, the products and the inverse are derived in docs/math.md, the schedule and
 // the floors in docs/kernels.md.

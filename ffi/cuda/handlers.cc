@@ -50,6 +50,11 @@ ffi::Error CheckChunkSupported(const FwdParams& p) {
 }
 
 ffi::Error CheckRecurrentSupported(const FwdParams& p) {
+  if (p.checkpoint_indices != nullptr) {
+    return Unimplemented(
+        "the CUDA kernel of the recurrence keeps no checkpoints; got "
+        "`checkpoint_indices`");
+  }
   if ((p.K != 64 && p.K != 128 && p.K != 256) || p.V > 256) {
     return Unimplemented(
         "the CUDA kernel needs head sizes K of 64, 128 or 256 and V of at most "

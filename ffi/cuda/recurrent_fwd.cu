@@ -19,8 +19,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../common/slots.h"
 #include "launch.h"
-#include "state_slots.cuh"
 
 namespace jax_kda {
 namespace {
