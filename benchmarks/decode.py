@@ -19,7 +19,7 @@ from bench import commit, progress
 from timing import Jax, timed
 
 HERE = Path(__file__).parent
-STEPS = 16  # chained calls
+TOKENS, PROMPTS = 128, 16  # calls in one jitted function
 K = V = 128
 PROMISE = 0.0055  # of o in bfloat16, RMS ratio
 
@@ -46,26 +46,24 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def seconds_per_call(call, x, state, typical) -> float:
-    """Of STEPS calls in one jitted function, each on the states that the last one wrote."""
+def seconds_per_call(call, x, state, calls: int, typical) -> float:
+    """Of `calls` calls in one jitted function, each on the states that the last one wrote."""
     import jax
 
     @functools.partial(jax.jit, donate_argnums=1)
     def chain(x, state):
-        outs = []
-        for _ in range(STEPS):
+        for _ in range(calls):
             o, state = call(x, state)
-            outs.append(o)
-        return outs, state
+        return o, state
 
-    outs = None
+    o = None
 
     def run():
-        nonlocal outs, state
-        outs, state = chain(x, state)
+        nonlocal o, state
+        o, state = chain(x, state)
 
     run()
-    return typical(timed(run, lambda: jax.block_until_ready((outs, state)))) / STEPS
+    return typical(timed(run, lambda: jax.block_until_ready((o, state)))) / calls
 
 
 def token_error(x: dict, state, o) -> float:
@@ -106,7 +104,7 @@ def decode(N: int, H: int, state_dtype, pooled: bool, typical) -> dict:
     o, _ = jax.jit(call)(x, state)  # not donated: `state` is judged below
     of_rows = state if indices is None else state[indices]
     result = {"error": token_error(x, of_rows, o), "bytes": 2 * state.nbytes}
-    return result | {"seconds": seconds_per_call(call, x, state, typical)}
+    return result | {"seconds": seconds_per_call(call, x, state, TOKENS, typical)}
 
 
 def prefill(B: int, T: int, H: int, pooled: bool, typical) -> dict:
@@ -129,7 +127,7 @@ def prefill(B: int, T: int, H: int, pooled: bool, typical) -> dict:
         state_indices=indices,
         **OPTIONS,
     )
-    return {"seconds": seconds_per_call(call, x, state, typical)}
+    return {"seconds": seconds_per_call(call, x, state, PROMPTS, typical)}
 
 
 def main() -> int:
@@ -156,7 +154,7 @@ def main() -> int:
         f"`{' '.join(['python benchmarks/decode.py', *sys.argv[1:]])}` at {commit()}",
         "",
         f"{device.device.device_kind}: copy {copy / 1e12:.3f} TB/s. One token a sequence, "
-        f"H = {H}, K = V = 128, bf16 operands, {STEPS} steps in one jitted function.",
+        f"H = {H}, K = V = 128, bf16 operands, {TOKENS} steps in one jitted function.",
         "",
         "| states | batch | us | TB/s of state | of copy | o error |",
         "|---|---|---|---|---|---|",

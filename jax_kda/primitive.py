@@ -105,12 +105,52 @@ def cuda_supports(op: str, dtype: Any, K: int, V: int) -> bool:
     return dtype in (jnp.bfloat16, jnp.float32) and K in (64, 128, 256) and 1 <= V <= 256
 
 
+_SMS = 132  # of an H100 or H200: sizes must follow from shapes alone
+
+
+def chunk_slots(B: Any, T: Any, M: Any, packed: bool) -> Any:
+    """The most chunks of 64 tokens that the sequences of B rows can have."""
+    return B * ((T + 63 * M) // 64) if packed else B * ((T + 63) // 64)
+
+
+def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
+    """Chunks a segment, where kda_chunk_fwd on CUDA cuts its scan; 0 where sequences are scanned
+    whole, as with symbolic dimensions.
+
+    Few chains (a sequence and a head each) leave most of a GPU idle. Cut into segments they take
+    three passes: what each segment does to a state, the states between them, and the scan proper.
+    Costs in ns, of one H200: see docs/kernels.md.
+    """
+    if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
+        return 0
+    N, chains = B * M, B * M * HV
+    chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
+
+    def scan(blocks: int, length: int) -> int:  # with V on two SMs where they suffice
+        return length * (1250 if 2 * blocks <= _SMS else 1700)
+
+    best, time = 0, scan(chains, chunks)
+    for segments in range(3, _SMS // chains + 1):
+        length = -(-chunks // segments)
+        summaries = 2 * segments - 3  # contributions but of the last, transitions but of the ends
+        if summaries * chains > _SMS:
+            break
+        combine = 600 * (segments - 2)
+        cut = 8000 + 900 * length + combine + scan(segments * chains, length)
+        if cut < time:
+            best, time = length, cut
+    return best
+
+
 def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> Any:
     """ChunkFwdWorkspaceBytes of kda_chunk_fwd on CUDA, on symbolic dimensions too."""
     C, K = 64, 128
-    NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
+    cut = segment_chunks(B, T, HV, M, packed)
+    NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
-    return NT * HV * image + (16 * NT + 32 * B * M if packed else 0) + 256
+    plan = 16 * NT + 32 * B * M if packed else 0
+    segments = NT // cut + B * M if cut else 0
+    return NT * HV * image + segments * HV * 2 * K * K * 4 + plan + 256
 
 
 # ---- One call -----------------------------------------------------------------------------------
@@ -164,7 +204,7 @@ _GATES = {"activated": 0, "softplus": 1, "lower_bound": 2}
 _BETA_MODES = {"probability": 0, "sigmoid": 1, "two_sigmoid": 2}
 
 
-def _attributes(sig: Signature) -> dict[str, Any]:
+def _attributes(sig: Signature, segment_chunks: int = 0) -> dict[str, Any]:
     """Attributes of exactly the types that C++ declares: a Python float would arrive as f64."""
     config = sig.config
     return dict(
@@ -181,6 +221,7 @@ def _attributes(sig: Signature) -> dict[str, Any]:
         has_state_indices=np.bool_("state_indices" in sig.names),
         has_output_state_indices=np.bool_("output_state_indices" in sig.names),
         has_checkpoint_indices=np.bool_("checkpoint_indices" in sig.names),
+        segment_chunks=np.int32(segment_chunks),
     )
 
 
@@ -231,16 +272,16 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
     if sig.config.output_final_state and (state := x.keys() & {"initial_state", "final_state"}):
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
         aliases[max(map(sig.names.index, state))] = 1
-    workspace = ()
+    workspace, attributes = (), _attributes(sig)
     if platform == "cuda" and sig.config.op == "chunk":
         # A result that XLA plans: handlers can't allocate inside a CUDA graph.
         *rows, T, HV, _ = x["v"].shape
-        packed = sig.offsets_step != 0
-        nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
-        workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
+        sizes = math.prod(rows), T, HV, _sequences(sig, x), sig.offsets_step != 0
+        attributes = _attributes(sig, segment_chunks(*sizes))
+        workspace = (_type_like(results[0], (chunk_fwd_workspace_bytes(*sizes),), jnp.uint8),)
     types = (*results, *workspace)
     call = jax.ffi.ffi_call(sig.target, types, input_output_aliases=aliases)
-    return tuple(call(*operands, **_attributes(sig)))[: len(results)]
+    return tuple(call(*operands, **attributes))[: len(results)]
 
 
 def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

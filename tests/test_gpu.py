@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from platforms import GPU, OPERANDS, draw, judge, op, rms_ratio, run, truth
 
+from jax_kda import primitive
+
 pytestmark = pytest.mark.gpu
 
 NORMED: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
@@ -295,6 +297,83 @@ def test_packed_sequences_are_the_sequences_alone():
         )
         np.testing.assert_array_equal(o[:, begin:end], alone_o)
         np.testing.assert_array_equal(state[n : n + 1], alone_state)
+
+
+# --- scans in segments ----------------------------------------------------------------------------
+
+CUTS: dict[str, dict[str, Any]] = {
+    "dense": dict(B=1, T=1500, H=2),
+    "rows": dict(B=3, T=1500, H=1, HV=2),
+    "packed": dict(B=1, T=5000, H=2, cu_seqlens=[0, 0, 100, 3500, 5000]),
+    "gaps": dict(B=1, T=4000, H=1, cu_seqlens=[0, 3, 64, 3999]),
+}
+
+
+def draw_cut(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operands whose scan is cut, and options."""
+    sizes: dict[str, Any] = CUTS[name].copy()
+    offsets = sizes.pop("cu_seqlens", None)
+    M = len(offsets) - 1 if offsets else 1
+    HV = sizes.get("HV", sizes["H"])
+    assert primitive.segment_chunks(sizes["B"], sizes["T"], HV, M, offsets is not None) > 0
+    x = draw(GPU, **sizes, N=M if offsets else None, state=True, **more)
+    return x, NORMED | ({"cu_seqlens": np.array(offsets, np.int32)} if offsets else {})
+
+
+@pytest.mark.parametrize("gate", ["weak", "random", "strong", "none", "reset"])
+@pytest.mark.parametrize("name", CUTS)
+def test_segments(name, gate):
+    x, options = draw_cut(name)
+    g = x["g"]
+    if gate == "weak":
+        g = 0.01 * g
+    elif gate == "strong":
+        g = 30 * g
+    elif gate == "none":
+        g = 0 * g
+    elif gate == "reset":
+        g = np.where(np.arange(g.shape[1])[:, None, None] % 300 == 299, -np.inf, g)
+    expect(x | {"g": g.astype(x["g"].dtype)}, **options)
+
+
+def test_segments_with_beta_beyond_one_and_unnormalised_keys():
+    x, options = draw_cut("dense")
+    del options["use_qk_l2norm_in_kernel"]
+    x["beta"] = (2 * x["beta"]).astype(x["beta"].dtype)
+    x["k"] = (0.09 * np.asarray(x["k"], np.float32)).astype(x["k"].dtype)
+    expect(x, **options)
+
+
+def test_segments_in_place_are_those_of_a_copy():
+    x, options = draw_cut("rows")
+    arrays = {name: jnp.asarray(a) for name, a in x.items()}
+    expected = jax.jit(functools.partial(op, **options))(arrays)
+    state = arrays.pop("initial_state")
+    f = lambda state, x: op(x | {"initial_state": state}, **options)
+    in_place = jax.jit(f, donate_argnums=0)
+    for _ in range(20):
+        actual = in_place(jnp.copy(state), arrays)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_checkpoints_of_segments_are_the_states_of_prefixes():
+    x, options = draw_cut("dense")
+    T, slots = x["q"].shape[1], 30
+    pool = jnp.zeros((slots, *x["initial_state"].shape[1:])).at[0].set(x["initial_state"][0])
+    indices = jnp.arange(2, 2 + T // 64, dtype=jnp.int32)[None]
+    pooled = {
+        "initial_state": pool,
+        "state_indices": jnp.array([0], jnp.int32),
+        "output_state_indices": jnp.array([1], jnp.int32),
+        "checkpoint_indices": indices,
+    }
+    o, after = run(GPU, x | pooled, **options)
+    y, judged = some_columns(x, (o, after[1:2]))
+    judge(GPU, judged, truth(y, **options))
+    for tokens in (64, 640, 1472):
+        prefix = {n: a if n == "initial_state" else a[:, :tokens] for n, a in x.items()}
+        y, (_, state) = some_columns(prefix, (o[:, :tokens], after[1 + tokens // 64][None]))
+        judge(GPU, (o[:, :tokens, :, 3::8], state), truth(y, **options))
 
 
 # --- sizes ----------------------------------------------------------------------------------------

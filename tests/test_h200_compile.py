@@ -109,7 +109,7 @@ def test_attributes_have_the_types_of_the_contract():
     }
     flags = ("has_A_log", "has_dt_bias", "has_initial_state", "has_final_state")
     absent = ("l2norm", "has_state_indices", "has_output_state_indices", "has_checkpoint_indices")
-    integers = ("gate", "beta_mode", "offsets_step")
+    integers = ("gate", "beta_mode", "offsets_step", "segment_chunks")
     assert types_of == {
         "scale": "f32",
         "lower_bound": "f32",
@@ -148,10 +148,31 @@ def test_what_the_kernel_lacks_is_plain_jax(sizes):
 def test_workspace_is_the_size_that_the_handler_wants():
     if primitive._cuda is None:
         pytest.skip("jax_kda was built without CUDA")
-    for B, T, HV, M in [(1, 0, 1, 1), (1, 64, 2, 1), (3, 65, 5, 1), (2, 8192, 96, 7), (1, 3, 1, 9)]:
+    shapes = [(1, 0, 1, 1), (1, 64, 2, 1), (3, 65, 5, 1), (2, 8192, 96, 7), (1, 3, 1, 9)]
+    for B, T, HV, M in [*shapes, (1, 8192, 8, 1), (1, 65536, 4, 3), (2, 8191, 1, 2)]:
         for packed in (False, True):
-            expected = primitive._cuda.chunk_fwd_workspace_bytes(B, T, HV, M, packed)
-            assert primitive.chunk_fwd_workspace_bytes(B, T, HV, M, packed) == expected
+            sizes = B, T, HV, M, packed
+            cut = primitive.segment_chunks(*sizes)
+            expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut)
+            assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
+
+
+@pytest.mark.parametrize(
+    "B, T, HV, M, packed, chunks",
+    [
+        (1, 8192, 96, 1, False, 0),  # many chains
+        (1, 8192, 48, 1, False, 0),  # the summaries would not fit beside each other
+        (1, 8192, 32, 1, False, 43),
+        (1, 8192, 8, 1, False, 16),
+        (1, 65536, 8, 1, False, 128),
+        (8, 2048, 8, 1, False, 0),
+        (1, 256, 1, 1, False, 0),  # short
+        (1, 0, 1, 1, False, 0),
+        (1, 8192, 4, 4, True, 7),
+    ],
+)
+def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
+    assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
 
 
 # ---- Compilation ---------------------------------------------------------------------------------

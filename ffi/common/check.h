@@ -37,6 +37,7 @@ struct FwdAttrs {
   bool has_state_indices;
   bool has_output_state_indices;
   bool has_checkpoint_indices;
+  int32_t segment_chunks;  // 0: scans are not cut
 };
 
 // Whether the last result is a u8 workspace.
@@ -295,6 +296,10 @@ inline ffi::Error FillInputs(const FwdAttrs& attrs, Cursor<ffi::RemainingArgs>& 
   if (attrs.offsets_step < 0 || attrs.offsets_step > 2) {
     return Invalid("`offsets_step` must be 0, 1 or 2; got ", attrs.offsets_step);
   }
+  if (attrs.segment_chunks < 0) {
+    return Invalid("`segment_chunks` must not be negative; got ", attrs.segment_chunks);
+  }
+  p.segment_chunks = attrs.segment_chunks;
   p.scale = attrs.scale;
   p.lower_bound = attrs.lower_bound;
   p.gate = static_cast<Gate>(attrs.gate);
@@ -529,4 +534,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("has_A_log"), StructMember<bool>("has_dt_bias"),
     StructMember<bool>("has_initial_state"), StructMember<int32_t>("offsets_step"),
     StructMember<bool>("has_final_state"), StructMember<bool>("has_state_indices"),
-    StructMember<bool>("has_output_state_indices"), StructMember<bool>("has_checkpoint_indices"));
+    StructMember<bool>("has_output_state_indices"), StructMember<bool>("has_checkpoint_indices"),
+    StructMember<int32_t>("segment_chunks"));

@@ -92,6 +92,10 @@ struct FwdParams {
   const int32_t* output_state_indices;  // [N]; nullptr: none
   const int32_t* checkpoint_indices;    // [N, T / 64]; nullptr: none
 
+  // Few and long chains are scanned in segments of this many chunks, whole ones with 0. Only
+  // kda_chunk_fwd on CUDA looks at it.
+  int64_t segment_chunks;
+
   void* o;               // [B, T, HV, V]
   std::byte* workspace;  // kda_chunk_fwd on CUDA: ChunkFwdWorkspaceBytes(...); else nullptr
   int64_t workspace_bytes;

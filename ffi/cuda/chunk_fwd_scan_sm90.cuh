@@ -9,9 +9,15 @@
 // a warpgroup, and what was an accumulator becomes the next product's left operand in registers. S
 // is fp32 from the first chunk to the last.
 //
-// Grid: x = (scan order, value head); y = V half when kWarpgroups is 1. Block: kWarpgroups state
-// warpgroups and one that loads. 231,088 bytes of shared memory: rings of 3 operand stages, 3 value
-// tiles and 2 matrix stages.
+// A segment of a sequence runs the same way from the state before it. What it does to a state,
+// S T + C, comes from the same loop without o: C from zeros, and T, since the rows of S^T never
+// meet, from the rows of the identity with v = 0. The first segment needs no T, since its C starts
+// from the initial state. That state is kept in T's place: the last segment may have written the
+// final state over it before the first one is scanned.
+//
+// Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; of summaries,
+// contribution or transition. Block: kWarpgroups state warpgroups and one that loads, up to 231,088
+// bytes of shared memory: rings of operands, value tiles and matrices.
 #pragma once
 
 #include <cmath>
@@ -22,17 +28,24 @@
 
 namespace jax_kda::sm90 {
 
-template <int kWarpgroups_>
+template <int kWarpgroups_, bool kOutput_>
 struct ScanConfig {
   static constexpr int kWarpgroups = kWarpgroups_;  // 2: all of V; 1: half of it
+  static constexpr bool kOutput = kOutput_;         // false: a summary, of the state alone
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kOperandStages = 3, kValueStages = 3, kMatrixStages = 2;
-  static constexpr int kOperandBytes = 3 * kTile, kMatrixBytes = 2 * kMatrix;
+  static constexpr int kOperandStages = kOutput ? 3 : 4, kValueStages = 3,
+                       kMatrixStages = kOutput ? 2 : 3;
+  // [q_decayed] k_decayed k_restored, and A_inv [Aqk]
+  static constexpr int kFirstOperand = kOutput ? image::kQDecayed : image::kKDecayed;
+  static constexpr int kOperandBytes = image::kAInv - kFirstOperand,
+                       kMatrixBytes = kOutput ? 2 * kMatrix : kMatrix;
+  static constexpr int kKDecayed = image::kKDecayed - kFirstOperand,
+                       kKRestored = image::kKRestored - kFirstOperand;
 
   // Shared memory, bytes. A value tile is overwritten by the output of its chunk.
-  static constexpr int kOperands = 0;  // q_decayed, k_decayed, k_restored
+  static constexpr int kOperands = 0;
   static constexpr int kValues = kOperands + kOperandStages * kOperandBytes;
-  static constexpr int kMatrices = kValues + kValueStages * kTile;  // A_inv, Aqk
+  static constexpr int kMatrices = kValues + kValueStages * kTile;
   static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
   static constexpr int kBarriers = kDecays + kOperandStages * image::kDecayBytes;
   // full: the copy engine -> state warps; empty: state warps -> the loading thread
@@ -59,22 +72,60 @@ struct Ring {
   }
 };
 
-struct Sequence {
-  int token, length, before, after, malformed;
+// What a block scans: a sequence, or a segment of one.
+struct Segment {
+  int token, length, before, after, malformed;  // as in SequenceSlot; it fills what it is next to
   int64_t first_chunk, n;
-  StateSlots slots;
+  int64_t number = 0, chunk = 0;  // its own, and its first chunk's in the sequence
+  bool first = true, last = true;
+  StateSlots slots = {};
 };
-__device__ inline Sequence FindTokens(const FwdParams& p, const Workspace& ws, int64_t rank) {
+__device__ inline Segment FindTokens(const FwdParams& p, const Workspace& ws, int64_t n) {
   if (ws.sequences != nullptr) {
-    const int n = ws.sequences[rank].order;
     const SequenceSlot s = ws.sequences[n];
-    return {s.token, s.length, s.before, s.after, s.malformed, s.first_chunk, n, {}};
+    return {s.token, s.length, s.before, s.after, s.malformed, s.first_chunk, n};
   }
-  const int T = static_cast<int>(p.T), token = static_cast<int>(rank * p.T);
-  return {token, T, token, token + T, 0, rank * ((T + kChunk - 1) / kChunk), rank, {}};
+  const int T = static_cast<int>(p.T), token = static_cast<int>(n * p.T);
+  return {token, T, token, token + T, 0, n * ((T + kChunk - 1) / kChunk), n};
 }
-__device__ inline Sequence FindSequence(const FwdParams& p, const Workspace& ws, int64_t rank) {
-  Sequence s = FindTokens(p, ws, rank);
+__device__ inline int64_t SegmentsOf(const FwdParams& p, const Segment& sequence) {
+  const int64_t tokens = p.segment_chunks * kChunk;
+  return max(int64_t{1}, (sequence.length + tokens - 1) / tokens);
+}
+// Segment `number`; nobody's has no token and is neither the first nor the last.
+__device__ inline Segment FindSegment(const FwdParams& p, const Workspace& ws, int64_t number) {
+  const int64_t chunks_per_row = (p.T + kChunk - 1) / kChunk;
+  auto first_segment = [&](int64_t n) {
+    const int64_t chunk = ws.sequences != nullptr ? ws.sequences[n].first_chunk : n * chunks_per_row;
+    return FirstSegment(n, chunk, p.segment_chunks);
+  };
+  int64_t low = 0, high = p.B * p.M - 1;  // the last sequence that starts at or before it
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (first_segment(middle) <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  Segment s = FindTokens(p, ws, low);
+  const int64_t i = number - first_segment(low), segments = SegmentsOf(p, s);
+  s.number = number;
+  s.chunk = i * p.segment_chunks;
+  s.first_chunk += s.chunk;
+  s.first = i == 0;
+  s.last = i == segments - 1;
+  const int64_t skipped = min(s.chunk * kChunk, int64_t{s.length});
+  s.token += static_cast<int>(skipped);
+  s.length = static_cast<int>(min(p.segment_chunks * kChunk, s.length - skipped));
+  if (!s.first) s.before = s.token;
+  if (!s.last) s.after = s.token + s.length;
+  return s;
+}
+__device__ inline Segment FindWork(const FwdParams& p, const Workspace& ws, int64_t rank) {
+  Segment s = ws.segments > 0           ? FindSegment(p, ws, rank)
+              : ws.sequences != nullptr ? FindTokens(p, ws, ws.sequences[rank].order)
+                                        : FindTokens(p, ws, rank);
   s.slots = FindStateSlots(p, s.n);
   if (s.slots.padding) s.length = 0;  // its tokens, up to `after`, are no sequence's
   return s;
@@ -135,18 +186,18 @@ struct StateScale {
 };
 
 // This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and 8 j + 2 t + 1
-// for j = 0..15. From zeros if `at` is negative.
-__device__ inline void LoadState(float (&S)[64], const FwdParams& p, int64_t at) {
+// for j = 0..15. `at` is the element of `states` at row g, column 2 t; zeros if it is negative.
+__device__ inline void LoadState(float (&S)[64], const void* states, DType dtype, int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
     float2 x = {0.f, 0.f};
     if (at >= 0) {
-      if (p.state_dtype == DType::kF32) {
-        x = *reinterpret_cast<const float2*>(static_cast<const float*>(p.initial_state) + i);
+      if (dtype == DType::kF32) {
+        x = *reinterpret_cast<const float2*>(static_cast<const float*>(states) + i);
       } else {
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(
-            static_cast<const __nv_bfloat16*>(p.initial_state) + i);
+        const uint32_t pair =
+            *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(states) + i);
         x = {Bf16Lo(pair), Bf16Hi(pair)};
       }
     }
@@ -154,17 +205,24 @@ __device__ inline void LoadState(float (&S)[64], const FwdParams& p, int64_t at)
     S[2 * j + 1] = x.y;
   }
 }
-__device__ inline void StoreState(const float (&S)[64], float up, const FwdParams& p, int64_t at) {
+__device__ inline void StoreState(const float (&S)[64], float up, void* states, DType dtype,
+                                  int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
     const float2 x = {S[2 * j] * up, S[2 * j + 1] * up};
-    if (p.state_dtype == DType::kF32) {
-      *reinterpret_cast<float2*>(static_cast<float*>(p.final_state) + i) = x;
+    if (dtype == DType::kF32) {
+      *reinterpret_cast<float2*>(static_cast<float*>(states) + i) = x;
     } else {
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.final_state) + i) =
-          Pack<Bf16>(x.x, x.y);
+      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(states) + i) = Pack<Bf16>(x.x, x.y);
     }
+  }
+}
+// The identity: `row` is that of accumulators 0 and 1, `column` that of accumulator 0.
+__device__ inline void SetIdentity(float (&S)[64], int row, int column) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    S[i] = row + (i >> 1 & 1) * 8 == column + (i >> 2) * 8 + (i & 1) ? 1.f : 0.f;
   }
 }
 
@@ -181,14 +239,13 @@ __device__ inline void FillOutput(const FwdParams& p, int first, int last, int h
 
 template <typename Config>
 __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdParams& p,
-                           const Workspace& ws, const Sequence& s, int h, int first_half) {
+                           const Workspace& ws, const Segment& s, int h, int first_half,
+                           bool with_values) {
   using C = Config;
   Ring<C::kOperandStages> operands;
   Ring<C::kValueStages> values;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
-  // Images are all that the scan has from prepare; what else it reads was there before prepare.
-  GriddepcontrolWait();
   for (int c = 0; c < NT; ++c) {
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
     {
@@ -197,13 +254,13 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
         MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
       }
       MbarrierExpectTx(full, C::kOperandBytes + image::kDecayBytes);
-      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image, C::kOperandBytes,
-               full);
+      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image + C::kFirstOperand,
+               C::kOperandBytes, full);
       BulkLoad(smem + C::kDecays + operands.stage * image::kDecayBytes, image + image::kDecay,
                image::kDecayBytes, full);
       operands.Advance();
     }
-    {
+    if (with_values) {
       const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
       if (c >= C::kValueStages) {
         MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
@@ -226,20 +283,31 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
   }
 }
 
-// The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
+// The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block. `transition`:
+// those columns are rows of the identity, and no value is written.
 template <typename Operand, typename Config>
 __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdParams& p,
-                           const Sequence& s, int h, int v_half, int warpgroup) {
+                           const Workspace& ws, const Segment& s, int h, int v_half, int warpgroup,
+                           bool transition) {
   using C = Config;
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
             t = lane & 3;
+  const int row = v_half * 64 + warp * 16 + g;
   auto state_at = [&](int64_t slot) {
-    return slot < 0 ? -1
-                    : ((slot * p.HV + h) * kHead + v_half * 64 + warp * 16 + g) * kHead + 2 * t;
+    return slot < 0 ? -1 : ((slot * p.HV + h) * kHead + row) * kHead + 2 * t;
   };
   float S[64];
-  LoadState(S, p, state_at(s.slots.read));
+  if (s.first && (s.last || !C::kOutput)) {
+    LoadState(S, p.initial_state, p.state_dtype, state_at(s.slots.read));
+  } else if (C::kOutput) {
+    LoadState(S, s.first ? ws.transitions : ws.segment_states, DType::kF32,
+              state_at(s.first ? s.number : s.number - 1));
+  } else if (transition) {
+    SetIdentity(S, row, 2 * t);
+  } else {
+    LoadState(S, nullptr, DType::kF32, -1);
+  }
   StateScale state_scale;
   if (kScaled) state_scale.Rescale(S, state_scale.StateBound(S));
 
@@ -260,11 +328,14 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
     const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
 
-    uint32_t u[16];  // v^T, then r, then v_new, as left operand
-    MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
+    uint32_t u[16] = {};  // v^T, then r, then v_new, as left operand
+    if (C::kOutput || !transition) {
+      MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
-    if (valid < kChunk) {
+      for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
+      if (!C::kOutput) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
+    }
+    if (C::kOutput && valid < kChunk) {  // the only chunk that is not whole is a sequence's last
       // Tokens of another sequence, or none: selected away, since they may hold NaN.
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -306,7 +377,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       S[4 * j + 3] *= decay.y;
     }
     // A step of 16 channels is 32 bytes on, 4 steps are a half tile; descriptors count in 16 bytes.
-    const uint64_t q_decayed = WgmmaDescriptor(operand, 16), k_decayed = q_decayed + (kTile >> 4);
+    const uint64_t k_decayed = WgmmaDescriptor(operand + C::kKDecayed, 16);
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -314,26 +385,29 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + step, i > 0);
     }
     WgmmaCommit();
+    if constexpr (C::kOutput) {
+      const uint64_t q_decayed = WgmmaDescriptor(operand, 16);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
-      Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + step, i > 0);
+      for (int i = 0; i < 8; ++i) {
+        const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
+        Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + step, i > 0);
+      }
+      WgmmaCommit();
+      if (thread == 0 && stored_stage >= 0) {
+        BulkWaitRead();  // the last chunk's output has left: its tile can be loaded again
+        MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
+      }
+      stored_stage = values.stage;
     }
-    WgmmaCommit();
-    if (thread == 0 && stored_stage >= 0) {
-      BulkWaitRead();  // the last chunk's output has left: its tile can be loaded again
-      MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
-    }
-    stored_stage = values.stage;
     MbarrierWait(smem + C::kMatricesFull + 8 * matrices.stage, matrices.parity);
-    WgmmaWait<1>();
+    WgmmaWait<C::kOutput ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]),
                            fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
     }
-    const uint64_t A_inv = WgmmaDescriptor(matrix, 16), Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
-    const uint64_t k_restored = WgmmaDescriptor(operand + 2 * kTile, kHalfTile);
+    const uint64_t A_inv = WgmmaDescriptor(matrix, 16);
+    const uint64_t k_restored = WgmmaDescriptor(operand + C::kKRestored, kHalfTile);
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(R, &u[4 * i], A_inv + i * 2, i > 0);
@@ -342,46 +416,50 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 #pragma unroll
     for (int i = 0; i < 16; ++i) u[i] = Pack<Operand>(R[2 * i], R[2 * i + 1]);
     WgmmaFence();
+    if constexpr (C::kOutput) {
+      const uint64_t Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
-    WgmmaCommit();
+      for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
+      WgmmaCommit();
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Wgmma64x128Trans<Operand>(S, &u[4 * i], k_restored + i * (16 * 128 >> 4));
     }
     WgmmaCommit();
-    WgmmaWait<1>();
-
-    // The output takes the place of the values, which the whole warp has read.
-    __syncwarp();
-    const float o_scale = p.scale * state_scale.up;
+    if constexpr (C::kOutput) {
+      WgmmaWait<1>();
+      // The output takes the place of the values, which the whole warp has read.
+      __syncwarp();
+      const float o_scale = p.scale * state_scale.up;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t o[4];
+      for (int j = 0; j < 4; ++j) {
+        uint32_t o[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
+        for (int i = 0; i < 4; ++i) {
+          o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
+        }
+        StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
       }
-      StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
-    }
-    FenceProxyAsync();
-    BarSync(1 + warpgroup, 128);
-    if (valid >= kChunk) {
-      if (thread == 0) {
-        TmaStore(o_map, value, h, token, v_half);
-        BulkCommit();
-      }
-    } else {  // the rows after `valid` are not ours to write
-      for (int row = thread >> 3; row < valid; row += 16) {
-        __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
-                           (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
-        *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(value + Swizzled(row, thread & 7));
+      FenceProxyAsync();
+      BarSync(1 + warpgroup, 128);
+      if (valid >= kChunk) {
+        if (thread == 0) {
+          TmaStore(o_map, value, h, token, v_half);
+          BulkCommit();
+        }
+      } else {  // the rows after `valid` are not ours to write
+        for (int row = thread >> 3; row < valid; row += 16) {
+          __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
+                             (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+          *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(value + Swizzled(row, thread & 7));
+        }
       }
     }
     WgmmaWait<0>();
-    if (p.checkpoint_indices != nullptr && valid >= kChunk) {
-      const int64_t slot = FindCheckpointSlot(p, s.n, c);
-      if (slot >= 0) StoreState(S, state_scale.up, p, state_at(slot));
+    if (C::kOutput && p.checkpoint_indices != nullptr && valid >= kChunk) {
+      const int64_t slot = FindCheckpointSlot(p, s.n, s.chunk + c);
+      if (slot >= 0) StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(slot));
     }
     __syncwarp();
     MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
@@ -390,55 +468,107 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     values.Advance();
     matrices.Advance();
   }
-  if (s.slots.write >= 0) {
-    if (s.malformed) {
+  if constexpr (C::kOutput) {
+    if (s.last && s.slots.write >= 0) {
+      if (s.malformed) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) S[i] = NAN;
+        for (int i = 0; i < 64; ++i) S[i] = NAN;
+      }
+      StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(s.slots.write));
     }
-    StoreState(S, state_scale.up, p, state_at(s.slots.write));
+    if (thread == 0) BulkWait();
+  } else {
+    StoreState(S, state_scale.up, transition ? ws.transitions : ws.segment_states, DType::kF32,
+               state_at(s.number));
   }
-  if (thread == 0) BulkWait();
+}
+
+// Rings' barriers, by one thread.
+template <typename Config>
+__device__ void InitBarriers(uint32_t smem) {
+  using C = Config;
+  for (int i = 0; i < C::kOperandStages; ++i) {
+    MbarrierInit(smem + C::kOperandsFull + 8 * i, 1);
+    MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 128 * C::kWarpgroups);
+  }
+  for (int i = 0; i < C::kValueStages; ++i) {
+    MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
+    MbarrierInit(smem + C::kValuesEmpty + 8 * i, C::kWarpgroups * (C::kOutput ? 1 : 128));
+  }
+  for (int i = 0; i < C::kMatrixStages; ++i) {
+    MbarrierInit(smem + C::kMatricesFull + 8 * i, 1);
+    MbarrierInit(smem + C::kMatricesEmpty + 8 * i, 4 * C::kWarpgroups);
+  }
+  FenceMbarrierInit();
+}
+
+// Two state warpgroups share the registers: 2 x 128 x 232 + 128 x 40 are the 384 x 168 of the launch.
+// One has 255 as it is.
+template <typename Config>
+__device__ __forceinline__ void StateRegisters() {
+  if constexpr (Config::kWarpgroups == 2) SetMaxNRegInc<232>();
+}
+template <typename Config>
+__device__ __forceinline__ void LoaderRegisters() {
+  if constexpr (Config::kWarpgroups == 2) SetMaxNRegDec<40>();
 }
 
 template <typename Operand, int kWarpgroups>
-__global__ void __launch_bounds__(ScanConfig<kWarpgroups>::kThreads, 1)
+__global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
     ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map,
                        const __grid_constant__ CUtensorMap o_map,
                        const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
-  using C = ScanConfig<kWarpgroups>;
+  using C = ScanConfig<kWarpgroups, true>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int tid = threadIdx.x, warpgroup = tid >> 7;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
   const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
-  const Sequence s = FindSequence(p, ws, blockIdx.x / HV);
-  if (tid == 0) {
-    for (int i = 0; i < C::kOperandStages; ++i) {
-      MbarrierInit(smem + C::kOperandsFull + 8 * i, 1);
-      MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 128 * kWarpgroups);
-    }
-    for (int i = 0; i < C::kValueStages; ++i) {
-      MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
-      MbarrierInit(smem + C::kValuesEmpty + 8 * i, kWarpgroups);
-    }
-    for (int i = 0; i < C::kMatrixStages; ++i) {
-      MbarrierInit(smem + C::kMatricesFull + 8 * i, 1);
-      MbarrierInit(smem + C::kMatricesEmpty + 8 * i, 4 * kWarpgroups);
-    }
-    FenceMbarrierInit();
-  }
+  const Segment s = FindWork(p, ws, blockIdx.x / HV);
+  if (tid == 0) InitBarriers<C>(smem);
   __syncthreads();
-  // Two state warpgroups: 2 x 128 x 232 + 128 x 40 registers are the 384 x 168 of the launch. One
-  // has 255 as it is.
   if (warpgroup < kWarpgroups) {
-    if constexpr (kWarpgroups == 2) SetMaxNRegInc<232>();
+    StateRegisters<C>();
     const int v_half = first_half + warpgroup;
     FillOutput(p, s.before, s.token, h, v_half, s.malformed, tid & 127);
     FillOutput(p, s.token + s.length, s.after, h, v_half, s.malformed, tid & 127);
-    ScanChunks<Operand, C>(smem, &o_map, p, s, h, v_half, warpgroup);
+    if (ws.segments > 0) GriddepcontrolWait();  // for the states of segments
+    ScanChunks<Operand, C>(smem, &o_map, p, ws, s, h, v_half, warpgroup, /*transition=*/false);
   } else {
-    if constexpr (kWarpgroups == 2) SetMaxNRegDec<40>();
-    if (tid == kWarpgroups * 128) LoadChunks<C>(smem, &v_map, p, ws, s, h, first_half);
+    LoaderRegisters<C>();
+    if (tid == kWarpgroups * 128) {
+      GriddepcontrolWait();  // for images; all else that it reads was there before prepare
+      LoadChunks<C>(smem, &v_map, p, ws, s, h, first_half, /*with_values=*/true);
+    }
+  }
+}
+
+// What a segment does to a state, but the last of its sequence.
+template <typename Operand>
+__global__ void __launch_bounds__(ScanConfig<2, false>::kThreads, 1)
+    ChunkFwdSummariseKernel(const __grid_constant__ CUtensorMap v_map,
+                            const __grid_constant__ FwdParams p,
+                            const __grid_constant__ Workspace ws) {
+  using C = ScanConfig<2, false>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = SharedAddress(shared);
+  const int tid = threadIdx.x, warpgroup = tid >> 7;
+  const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
+  const bool transition = blockIdx.y == 1;
+  GriddepcontrolLaunchDependents();
+  Segment s = FindWork(p, ws, blockIdx.x / HV);
+  // Every block waits: that this kernel has ended has to mean that prepare has.
+  if (tid == 2 * 128) GriddepcontrolWait();
+  if (s.last || s.length == 0) return;
+  if (transition && s.first) s.length = 0;  // the initial state as it is
+  if (tid == 0) InitBarriers<C>(smem);
+  __syncthreads();
+  if (warpgroup < 2) {
+    StateRegisters<C>();
+    ScanChunks<Operand, C>(smem, nullptr, p, ws, s, h, warpgroup, warpgroup, transition);
+  } else {
+    LoaderRegisters<C>();
+    if (tid == 2 * 128) LoadChunks<C>(smem, &v_map, p, ws, s, h, 0, !transition);
   }
 }
 

@@ -1,8 +1,9 @@
-// Host side of the Hopper forward: workspace, tensor maps, the three launches.
+// Host side of the Hopper forward: workspace, tensor maps, launches.
 #include <cuda_runtime.h>
 
 #include <string>
 
+#include "chunk_fwd_combine.cuh"
 #include "chunk_fwd_plan.cuh"
 #include "chunk_fwd_prepare_sm90.cuh"
 #include "chunk_fwd_scan_sm90.cuh"
@@ -13,9 +14,9 @@ namespace {
 
 using sm90::kHead;
 
-// Below this many sequences times heads, V is split over two blocks: twice as many SMs, each with
-// half the products.
-constexpr int64_t kSplitChains = 48;
+// Up to this many chains, V is split over two blocks: twice as many SMs, each with half the
+// products.
+constexpr int64_t kSplitChains = 66;
 
 // [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function
 // comes through the runtime, so that nothing links libcuda.
@@ -90,45 +91,63 @@ ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStre
                 {dim3(p.HV, y, z), Config::kThreads, Config::kBytes}, stream, q_map, k_map, p, ws);
 }
 
+// `chains`: sequences, or numbers of segments.
 template <typename Operand, int kWarpgroups>
-ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, int64_t chains,
+                      cudaStream_t stream) {
   const bool prepared = p.B * p.T > 0;
   CUtensorMap v_map = {}, o_map = {};  // never used when there is no token
   if (prepared) {
     RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kWarpgroups));
     RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, 1));
   }
-  using Config = sm90::ScanConfig<kWarpgroups>;
-  const dim3 grid(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1);
+  using Config = sm90::ScanConfig<kWarpgroups, true>;
+  const dim3 grid(chains * p.HV, kWarpgroups == 1 ? 2 : 1);
   return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
                 {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, o_map, p, ws);
+}
+
+template <typename Operand>
+ffi::Error LaunchSummaries(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  CUtensorMap v_map;
+  RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, 2));
+  using Config = sm90::ScanConfig<2, false>;
+  const dim3 grid(ws.segments * p.HV, 2);
+  RETURN_IF_ERROR(Launch("ChunkFwdSummariseKernel", sm90::ChunkFwdSummariseKernel<Operand>,
+                         {grid, Config::kThreads, Config::kBytes, true}, stream, v_map, p, ws));
+  using Combine = sm90::CombineConfig;
+  const dim3 combine_grid(p.B * p.M * p.HV, kHead / Combine::kRows);
+  return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
+                {combine_grid, Combine::kThreads, 0, true}, stream, p, ws);
 }
 
 template <bool kL2Norm>
 ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
-  return p.B * p.M * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, stream)
-                                          : LaunchScan<Operand, 2>(p, ws, stream);
+  if (ws.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(p, ws, stream));
+  const int64_t chains = ws.segments > 0 ? ws.segments : p.B * p.M;
+  return chains * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, chains, stream)
+                                       : LaunchScan<Operand, 2>(p, ws, chains, stream);
 }
 
 }  // namespace
 
-int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed) {
-  return sm90::WorkspaceBytes(B, T, HV, M, packed);
+int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
+                               int64_t segment_chunks) {
+  int64_t bytes;
+  sm90::LayOut(nullptr, B, T, HV, M, packed, segment_chunks, &bytes);
+  return bytes;
 }
 
 ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream) {
   RETURN_IF_ERROR(CopyPool(p, stream));
   if (p.B * p.M * p.HV == 0) return ffi::Error::Success();
   const bool packed = p.offsets != nullptr;
-  sm90::Workspace ws = {};
-  ws.NT = sm90::ChunkSlots(p.B, p.T, p.M, packed);
-  ws.images = p.workspace;
+  int64_t bytes;
+  const sm90::Workspace ws =
+      sm90::LayOut(p.workspace, p.B, p.T, p.HV, p.M, packed, p.segment_chunks, &bytes);
   if (packed) {
-    ws.sequences =
-        reinterpret_cast<sm90::SequenceSlot*>(p.workspace + ws.NT * p.HV * sm90::image::kBytes);
-    ws.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.sequences + p.B * p.M);
     RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel,
                            {dim3(1), sm90::kPlanThreads, 0}, stream, p, ws));
   }

@@ -1,15 +1,21 @@
-// What the three kernels of the Hopper forward share: tile constants, the image of a chunk, the
-// workspace.
+// What the kernels of the Hopper forward share: tile constants, the image of a chunk, the workspace.
 //
-//   plan     (packed rows only)  offsets -> which tokens each chunk and each sequence has
-//   prepare  (chunk, value head)     q k g beta -> the chunk's image: all that needs no state
-//   scan     (sequence, value head)  images, v, initial_state -> o, final_state
+//   plan       (packed rows only)  offsets -> which tokens each chunk and each sequence has
+//   prepare    (chunk, value head)     q k g beta -> the chunk's image: all that needs no state
+//   scan       (sequence, value head)  images, v, initial_state -> o, final_state
+//
+// Where chains are few and long, the scan is cut into segments, exactly:
+//
+//   summarise  (segment, value head)   images, v -> what the segment does to a state: S T + C
+//   combine    (sequence, value head)  T, C -> the state at each segment's end
+//   scan       (segment, value head)   as above, each segment from the state before it
 //
 // The sums of decays, the products and the inverse are derived in docs/math.md, the schedule and
 // the floors in docs/kernels.md.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/params.h"
 #include "sm90.cuh"
@@ -20,6 +26,7 @@ inline constexpr int kHead = 128;  // K = V
 inline constexpr int kTile =
     kChunk * kHead * 2;  // bytes of a 64 x 128 tile of 16-bit numbers, in two 64-column halves
 inline constexpr int kHalfTile = kTile / 2;
+inline constexpr int kState = kHead * kHead * 4;     // bytes of an fp32 state
 inline constexpr int kMatrix = kChunk * kChunk * 2;  // bytes of a 64 x 64 matrix of 16-bit numbers
 
 // The image of one chunk and head in the workspace. Tiles and matrices are stored as the tensor
@@ -67,9 +74,12 @@ static_assert(sizeof(ChunkSlot) == 16 && sizeof(SequenceSlot) == 32);
 
 struct Workspace {
   std::byte* images;        // [NT, HV, image::kBytes]
-  ChunkSlot* chunks;        // [NT]; nullptr when rows are not packed
+  float* segment_states;    // [segments, HV, V, K]  contribution, then the state at the end
+  float* transitions;       // [segments, HV, K, K]; of a first segment, the initial state
   SequenceSlot* sequences;  // [N]; nullptr when rows are not packed
+  ChunkSlot* chunks;        // [NT]; nullptr when rows are not packed
   int64_t NT;               // chunk slots
+  int64_t segments;         // numbers of segments; 0: sequences are scanned whole
 };
 
 __host__ __device__ inline int64_t ChunkSlots(int64_t B, int64_t T, int64_t M, bool packed) {
@@ -77,11 +87,36 @@ __host__ __device__ inline int64_t ChunkSlots(int64_t B, int64_t T, int64_t M, b
   return packed ? B * ((T + (kChunk - 1) * M) / kChunk) : B * ((T + kChunk - 1) / kChunk);
 }
 
-inline int64_t WorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed) {
-  const int64_t NT = ChunkSlots(B, T, M, packed);
-  const int64_t plan =
-      packed ? NT * int64_t{sizeof(ChunkSlot)} + B * M * int64_t{sizeof(SequenceSlot)} : 0;
-  return NT * HV * image::kBytes + plan + 256;
+// Segment i of sequence n has number first_chunk(n) / segment_chunks + n + i: no two are alike, and
+// some numbers are nobody's.
+__host__ __device__ inline int64_t FirstSegment(int64_t n, int64_t first_chunk,
+                                                int64_t segment_chunks) {
+  return first_chunk / segment_chunks + n;
+}
+inline int64_t Segments(int64_t NT, int64_t N, int64_t segment_chunks) {
+  return segment_chunks == 0 ? 0 : NT / segment_chunks + N;
+}
+
+// Lays the workspace out in memory from `base` on; its size goes to `bytes`.
+inline Workspace LayOut(std::byte* base, int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
+                        int64_t segment_chunks, int64_t* bytes) {
+  Workspace ws = {};
+  ws.NT = ChunkSlots(B, T, M, packed);
+  ws.segments = Segments(ws.NT, B * M, segment_chunks);
+  int64_t at = 0;
+  const auto take = [&](auto*& array, int64_t size) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(base + at);
+    at += size;
+  };
+  take(ws.images, ws.NT * HV * image::kBytes);
+  take(ws.segment_states, ws.segments * HV * kState);
+  take(ws.transitions, ws.segments * HV * kState);
+  if (packed) {
+    take(ws.sequences, B * M * int64_t{sizeof(SequenceSlot)});
+    take(ws.chunks, ws.NT * int64_t{sizeof(ChunkSlot)});
+  }
+  *bytes = at + 256;
+  return ws;
 }
 
 __device__ inline ChunkSlot FindChunk(const FwdParams& p, const Workspace& ws, uint32_t slot) {

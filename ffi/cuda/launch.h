@@ -32,7 +32,8 @@ inline ffi::Error CopyPool(const FwdParams& p, cudaStream_t stream) {
 }
 
 // Bytes of FwdParams::workspace for K = V = 128.
-int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed);
+int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
+                               int64_t segment_chunks);
 
 // Enqueues the forward on `stream`: K = V = 128, q k v bf16, B T < 2^31. Neither allocates nor
 // synchronises.

@@ -35,6 +35,7 @@ struct Config {
   std::vector<int32_t> offsets = {};
   std::vector<int64_t> malformed_rows = {};
   float gate_mean = 0;
+  int64_t segment_chunks = 0;  // 0: scans are not cut
 
   // States in pools, 0: none. Empty indices are not given.
   int64_t pools = 0;
@@ -90,6 +91,18 @@ inline const std::vector<Config> kConfigs = {
      .B = 5, .T = 70, .H = 1, .HV = 1, .offsets_step = 2,
      .offsets = {-1, -1, -1, -1, 0, 40, 30, 70, 50, 20, 60, 70, 0, 10, 20, 71, 0, 10, 20, 70},
      .malformed_rows = {0, 1, 2, 3}},
+    {.name = "cut: segments of one chunk, rows in place",
+     .B = 2, .T = 250, .H = 1, .HV = 2, .segment_chunks = 1, .in_place = true},
+    {.name = "cut: segments of two chunks, activated gate, bf16 state, no final state",
+     .B = 1, .T = 385, .H = 1, .HV = 1, .gate = Gate::kActivated, .l2norm = false,
+     .state_dtype = DType::kBF16, .state = State::kInitial, .gate_mean = -1, .segment_chunks = 2},
+    {.name = "cut: packed, with sequences of one segment, of many, and of none",
+     .B = 1, .T = 600, .H = 2, .HV = 2, .offsets_step = 1,
+     .offsets = {0, 0, 5, 70, 140, 460, 460, 590}, .segment_chunks = 1},
+    {.name = "cut: segments with gaps, a malformed row",
+     .B = 3, .T = 300, .H = 1, .HV = 2, .offsets_step = 2,
+     .offsets = {3, 200, 210, 300, 0, 40, 30, 70, 0, 300, 300, 300}, .malformed_rows = {1},
+     .segment_chunks = 2},
 };
 
 // For both ops. Every pool has padding, indices out of range, and slots that nobody uses.
@@ -109,6 +122,10 @@ inline const std::vector<Config> kPoolConfigs = {
     {.name = "pool: checkpoints, also where a sequence ends and past the end of the pool",
      .B = 3, .T = 200, .H = 1, .HV = 2, .pools = 1, .slots = 12, .state_indices = {0, -1, 2},
      .output_state_indices = {3, 1, 4}, .checkpoint_indices = {5, 6, -1, 7, 8, 9, 12, 10, 11}},
+    {.name = "pool: cut, checkpoints, padding, in place",
+     .B = 3, .T = 200, .H = 1, .HV = 2, .segment_chunks = 1, .pools = 1, .slots = 12,
+     .state_indices = {0, -1, 2}, .output_state_indices = {3, 1, 4},
+     .checkpoint_indices = {5, 6, -1, 7, 8, 9, 12, 10, 11}, .in_place = true},
     {.name = "pool: packed, checkpoints that a sequence is too short for, in place",
      .B = 1, .T = 200, .H = 1, .HV = 1, .state_dtype = DType::kBF16, .offsets_step = 1,
      .offsets = {0, 0, 64, 64, 69, 198}, .pools = 1, .slots = 14,
@@ -226,6 +243,7 @@ inline FwdParams MakeParams(const Config& c) {
   p.offsets_step = c.offsets_step;
   p.pools = c.pools;
   p.slots = c.slots;
+  p.segment_chunks = c.segment_chunks;
   return p;
 }
 
