@@ -119,15 +119,16 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
 
     Few chains (a sequence and a head each) leave most of a GPU idle. Cut into segments they take
     three passes: what each segment does to a state, the states between them, and the scan proper.
-    Costs in ns, of one H200: see docs/kernels.md.
+    Costs in ns, measured on one H200: docs/kernels.md.
     """
     if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
         return 0
     N, chains = B * M, B * M * HV
     chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
 
-    def scan(blocks: int, length: int) -> int:  # with V on two SMs where they suffice
-        return length * (1250 if 2 * blocks <= _SMS else 1700)
+    def scan(blocks: int, length: int) -> int:
+        latency = 1250 if 2 * blocks <= _SMS else 1700  # with V on two SMs where they suffice
+        return length * max(latency, 27 * blocks)  # or what memory allows
 
     best, time = 0, scan(chains, chunks)
     for segments in range(3, _SMS // chains + 1):
@@ -135,9 +136,8 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
         summaries = 2 * segments - 3  # contributions but of the last, transitions but of the ends
         if summaries * chains > _SMS:
             break
-        combine = 600 * (segments - 2)
-        cut = 8000 + 900 * length + combine + scan(segments * chains, length)
-        if cut < time:
+        between = 20_000 + 1450 * length + 1000 * (segments - 2)
+        if (cut := between + scan(segments * chains, length)) < time:
             best, time = length, cut
     return best
 
@@ -149,7 +149,7 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
     plan = 16 * NT + 32 * B * M if packed else 0
-    segments = NT // cut + B * M if cut else 0
+    segments = 0 if not cut else NT // cut + B * M if packed else B * -(-NT // B // cut)
     return NT * HV * image + segments * HV * 2 * K * K * 4 + plan + 256
 
 

@@ -302,10 +302,10 @@ def test_packed_sequences_are_the_sequences_alone():
 # --- scans in segments ----------------------------------------------------------------------------
 
 CUTS: dict[str, dict[str, Any]] = {
-    "dense": dict(B=1, T=1500, H=2),
-    "rows": dict(B=3, T=1500, H=1, HV=2),
-    "packed": dict(B=1, T=5000, H=2, cu_seqlens=[0, 0, 100, 3500, 5000]),
-    "gaps": dict(B=1, T=4000, H=1, cu_seqlens=[0, 3, 64, 3999]),
+    "dense": dict(B=1, T=2500, H=2),
+    "rows": dict(B=3, T=2500, H=1, HV=2),
+    "packed": dict(B=1, T=8000, H=2, cu_seqlens=[0, 0, 100, 6500, 8000]),
+    "gaps": dict(B=1, T=6000, H=1, cu_seqlens=[0, 3, 64, 5999]),
 }
 
 
@@ -358,7 +358,7 @@ def test_segments_in_place_are_those_of_a_copy():
 
 def test_checkpoints_of_segments_are_the_states_of_prefixes():
     x, options = draw_cut("dense")
-    T, slots = x["q"].shape[1], 30
+    T, slots = x["q"].shape[1], 42
     pool = jnp.zeros((slots, *x["initial_state"].shape[1:])).at[0].set(x["initial_state"][0])
     indices = jnp.arange(2, 2 + T // 64, dtype=jnp.int32)[None]
     pooled = {
@@ -370,7 +370,7 @@ def test_checkpoints_of_segments_are_the_states_of_prefixes():
     o, after = run(GPU, x | pooled, **options)
     y, judged = some_columns(x, (o, after[1:2]))
     judge(GPU, judged, truth(y, **options))
-    for tokens in (64, 640, 1472):
+    for tokens in (64, 640, 2496):
         prefix = {n: a if n == "initial_state" else a[:, :tokens] for n, a in x.items()}
         y, (_, state) = some_columns(prefix, (o[:, :tokens], after[1 + tokens // 64][None]))
         judge(GPU, (o[:, :tokens, :, 3::8], state), truth(y, **options))

@@ -161,14 +161,14 @@ def test_workspace_is_the_size_that_the_handler_wants():
     "B, T, HV, M, packed, chunks",
     [
         (1, 8192, 96, 1, False, 0),  # many chains
-        (1, 8192, 48, 1, False, 0),  # the summaries would not fit beside each other
-        (1, 8192, 32, 1, False, 43),
+        (1, 8192, 32, 1, False, 0),  # few, but memory is the limit
+        (1, 8192, 16, 1, False, 26),
         (1, 8192, 8, 1, False, 16),
-        (1, 65536, 8, 1, False, 128),
+        (1, 65536, 8, 1, False, 114),
         (8, 2048, 8, 1, False, 0),
         (1, 256, 1, 1, False, 0),  # short
         (1, 0, 1, 1, False, 0),
-        (1, 8192, 4, 4, True, 7),
+        (1, 8000, 2, 4, True, 4),
     ],
 )
 def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):

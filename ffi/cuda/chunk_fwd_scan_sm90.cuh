@@ -94,10 +94,8 @@ __device__ inline int64_t SegmentsOf(const FwdParams& p, const Segment& sequence
 }
 // Segment `number`; nobody's has no token and is neither the first nor the last.
 __device__ inline Segment FindSegment(const FwdParams& p, const Workspace& ws, int64_t number) {
-  const int64_t chunks_per_row = (p.T + kChunk - 1) / kChunk;
   auto first_segment = [&](int64_t n) {
-    const int64_t chunk = ws.sequences != nullptr ? ws.sequences[n].first_chunk : n * chunks_per_row;
-    return FirstSegment(n, chunk, p.segment_chunks);
+    return FirstSegment(p, n, ws.sequences != nullptr ? ws.sequences[n].first_chunk : 0);
   };
   int64_t low = 0, high = p.B * p.M - 1;  // the last sequence that starts at or before it
   while (low < high) {
@@ -283,6 +281,48 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
   }
 }
 
+// Where this lane addresses v^T or o^T fragments in a tile: matrices (tokens 0-7, V 0-7), (0-7, V
+// 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16 tokens and this warp's V.
+__device__ __forceinline__ uint32_t ValueFragment(int warp, int lane) {
+  return Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
+}
+
+// This thread's part of a chunk's o^T (rows V) -> o, through the tile whose values it takes the place
+// of: the whole warp has read them.
+template <typename Config>
+__device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_map,
+                                            const FwdParams& p, const Segment& s, int h, int v_half,
+                                            int c, int stage, const float (&O)[32], float scale) {
+  const int thread = threadIdx.x & 127, warpgroup = threadIdx.x >> 7;
+  const int token = s.token + c * kChunk, valid = s.length - c * kChunk;
+  const uint32_t tile = smem + Config::kValues + stage * kTile + warpgroup * kHalfTile;
+  const uint32_t fragment = tile + ValueFragment(thread >> 5, thread & 31);
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t o[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      o[i] = Pack<Bf16>(O[8 * j + 2 * i] * scale, O[8 * j + 2 * i + 1] * scale);
+    }
+    StmatrixTrans(fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
+  }
+  FenceProxyAsync();
+  BarSync(1 + warpgroup, 128);
+  if (valid >= kChunk) {
+    if (thread == 0) {
+      TmaStore(o_map, tile, h, token, v_half);
+      BulkCommit();
+    }
+  } else {  // the rows after `valid` are not ours to write
+    for (int row = thread >> 3; row < valid; row += 16) {
+      __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
+                         (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+      *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(tile + Swizzled(row, thread & 7));
+    }
+  }
+}
+
 // The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block. `transition`:
 // those columns are rows of the identity, and no value is written.
 template <typename Operand, typename Config>
@@ -311,52 +351,53 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
   StateScale state_scale;
   if (kScaled) state_scale.Rescale(S, state_scale.StateBound(S));
 
-  // v^T fragments: matrices (tokens 0-7, V 0-7), (0-7, V 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16
-  // tokens and this warp's V.
-  const uint32_t fragment =
-      Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
-  const int tile_half = (C::kWarpgroups == 1 ? 0 : v_half) * kHalfTile;
+  const uint32_t fragment = ValueFragment(warp, lane);
+  const int tile_half = warpgroup * kHalfTile;
   Ring<C::kOperandStages> operands;
   Ring<C::kValueStages> values;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
-  int stored_stage = -1;  // value tile whose output is on its way
-  for (int c = 0; c < NT; ++c) {
-    const int token = s.token + c * kChunk, valid = s.length - c * kChunk;
-    const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
-    const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
-    const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
-    const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
-
-    uint32_t u[16] = {};  // v^T, then r, then v_new, as left operand
+  uint32_t u[16] = {};  // v^T of the chunk to come, then r, then v_new, as left operand
+  float growth = 0.f;
+  // Waits for the chunk at the rings' positions and takes its values, which start at chunk c.
+  auto take_values = [&](uint32_t(&to)[16], int c) {
     if (C::kOutput || !transition) {
+      const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
       MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) LdmatrixTrans(&u[4 * j], value + fragment + j * 16 * 128);
+      for (int j = 0; j < 4; ++j) LdmatrixTrans(&to[4 * j], value + fragment + j * 16 * 128);
       if (!C::kOutput) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
     }
-    if (C::kOutput && valid < kChunk) {  // the only chunk that is not whole is a sequence's last
+    const int valid = s.length - c * kChunk;
+    if (C::kOutput && valid < kChunk) {  // no segment is summarised whose chunks are not whole
       // Tokens of another sequence, or none: selected away, since they may hold NaN.
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int column = (i >> 1) * 8 + 2 * t;
-        u[i] = column >= valid ? 0u : column + 1 >= valid ? u[i] & 0xffffu : u[i];
+        to[i] = column >= valid ? 0u : column + 1 >= valid ? to[i] & 0xffffu : to[i];
       }
     }
     MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
-    float growth = 0.f;
     if (kScaled) {
-      const uint2 writes = Lds64(decays + kHead * 4);
+      const uint2 writes =
+          Lds64(smem + C::kDecays + operands.stage * image::kDecayBytes + kHead * 4);
       if ((writes.x & writes.y) != ~0u) {
         // What is not written shall not move the scale. NaN stays NaN.
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const uint32_t pair = (i < 8 ? writes.x : writes.y) >> ((i >> 1 & 3) * 8 + 2 * t);
-          u[i] = MulX2<Bf16>(u[i], (pair & 1 ? 0x3f80u : 0u) | (pair & 2 ? 0x3f800000u : 0u));
+          to[i] = MulX2<Bf16>(to[i], (pair & 1 ? 0x3f80u : 0u) | (pair & 2 ? 0x3f800000u : 0u));
         }
       }
-      growth = StateScale::Growth(u, p.beta_mode);
+      growth = StateScale::Growth(to, p.beta_mode);
     }
+  };
+  if (NT > 0) take_values(u, 0);
+  int stored_stage = -1;  // value tile whose output is on its way
+  for (int c = 0; c < NT; ++c) {
+    const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
+    const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
+    const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
 
     float R[32], O[32];
     uint32_t a[32];
@@ -377,20 +418,20 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       S[4 * j + 3] *= decay.y;
     }
     // A step of 16 channels is 32 bytes on, 4 steps are a half tile; descriptors count in 16 bytes.
-    const uint64_t k_decayed = WgmmaDescriptor(operand + C::kKDecayed, 16);
+    const uint64_t q_decayed = WgmmaDescriptor(operand, 16),
+                   k_decayed = WgmmaDescriptor(operand + C::kKDecayed, 16);
+    auto channels = [](int i) { return uint64_t{(i >> 2) * (kHalfTile >> 4) + (i & 3) * 2u}; };
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
-      Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + step, i > 0);
+      Wgmma64x64<Operand>(R, &a[4 * i], k_decayed + channels(i), i > 0);
     }
     WgmmaCommit();
+    // The chain is R, A_inv, S: what o has of the state fills the tensor cores in between.
     if constexpr (C::kOutput) {
-      const uint64_t q_decayed = WgmmaDescriptor(operand, 16);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint64_t step = (i >> 2) * (kHalfTile >> 4) + (i & 3) * 2;
-        Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + step, i > 0);
+      for (int i = 0; i < 4; ++i) {
+        Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + channels(i), i > 0);
       }
       WgmmaCommit();
       if (thread == 0 && stored_stage >= 0) {
@@ -406,18 +447,24 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]),
                            fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
     }
-    const uint64_t A_inv = WgmmaDescriptor(matrix, 16);
+    const uint64_t A_inv = WgmmaDescriptor(matrix, 16), Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
     const uint64_t k_restored = WgmmaDescriptor(operand + C::kKRestored, kHalfTile);
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(R, &u[4 * i], A_inv + i * 2, i > 0);
     WgmmaCommit();
-    WgmmaWait<0>();
+    if constexpr (C::kOutput) {
+#pragma unroll
+      for (int i = 4; i < 8; ++i) {
+        Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + channels(i), 1);
+      }
+      WgmmaCommit();
+    }
+    WgmmaWait<C::kOutput ? 1 : 0>();
 #pragma unroll
     for (int i = 0; i < 16; ++i) u[i] = Pack<Operand>(R[2 * i], R[2 * i + 1]);
     WgmmaFence();
     if constexpr (C::kOutput) {
-      const uint64_t Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
       WgmmaCommit();
@@ -429,44 +476,26 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     WgmmaCommit();
     if constexpr (C::kOutput) {
       WgmmaWait<1>();
-      // The output takes the place of the values, which the whole warp has read.
-      __syncwarp();
-      const float o_scale = p.scale * state_scale.up;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t o[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          o[i] = Pack<Bf16>(O[8 * j + 2 * i] * o_scale, O[8 * j + 2 * i + 1] * o_scale);
-        }
-        StmatrixTrans(value + fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
-      }
-      FenceProxyAsync();
-      BarSync(1 + warpgroup, 128);
-      if (valid >= kChunk) {
-        if (thread == 0) {
-          TmaStore(o_map, value, h, token, v_half);
-          BulkCommit();
-        }
-      } else {  // the rows after `valid` are not ours to write
-        for (int row = thread >> 3; row < valid; row += 16) {
-          __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
-                             (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
-          *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(value + Swizzled(row, thread & 7));
-        }
-      }
+      StoreOutput<C>(smem, o_map, p, s, h, v_half, c, values.stage, O,
+                     p.scale * state_scale.up);
     }
+    // While the state is on its way, the next chunk's values.
+    const int operand_stage = operands.stage, matrix_stage = matrices.stage;
+    operands.Advance();
+    values.Advance();
+    matrices.Advance();
+    uint32_t next[16] = {};
+    if (c + 1 < NT) take_values(next, c + 1);
     WgmmaWait<0>();
-    if (C::kOutput && p.checkpoint_indices != nullptr && valid >= kChunk) {
+    if (C::kOutput && p.checkpoint_indices != nullptr && s.length - c * kChunk >= kChunk) {
       const int64_t slot = FindCheckpointSlot(p, s.n, s.chunk + c);
       if (slot >= 0) StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(slot));
     }
     __syncwarp();
-    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
-    if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
-    operands.Advance();
-    values.Advance();
-    matrices.Advance();
+    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operand_stage);
+    if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrix_stage);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) u[i] = next[i];
   }
   if constexpr (C::kOutput) {
     if (s.last && s.slots.write >= 0) {

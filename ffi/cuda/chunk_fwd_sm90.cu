@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "chunk_fwd_combine.cuh"
+#include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
 #include "chunk_fwd_prepare_sm90.cuh"
 #include "chunk_fwd_scan_sm90.cuh"
@@ -118,7 +118,7 @@ ffi::Error LaunchSummaries(const FwdParams& p, const sm90::Workspace& ws, cudaSt
   using Combine = sm90::CombineConfig;
   const dim3 combine_grid(p.B * p.M * p.HV, kHead / Combine::kRows);
   return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
-                {combine_grid, Combine::kThreads, 0, true}, stream, p, ws);
+                {combine_grid, Combine::kThreads, Combine::kBytes, true}, stream, p, ws);
 }
 
 template <bool kL2Norm>

@@ -87,14 +87,18 @@ __host__ __device__ inline int64_t ChunkSlots(int64_t B, int64_t T, int64_t M, b
   return packed ? B * ((T + (kChunk - 1) * M) / kChunk) : B * ((T + kChunk - 1) / kChunk);
 }
 
-// Segment i of sequence n has number first_chunk(n) / segment_chunks + n + i: no two are alike, and
-// some numbers are nobody's.
-__host__ __device__ inline int64_t FirstSegment(int64_t n, int64_t first_chunk,
-                                                int64_t segment_chunks) {
-  return first_chunk / segment_chunks + n;
+// Segments of n are numbered from here on: rows are alike or, when packed, begin at chunk slot
+// `first_chunk`. Then no two numbers are alike either, but some are nobody's.
+__host__ __device__ inline int64_t FirstSegment(const FwdParams& p, int64_t n,
+                                                int64_t first_chunk) {
+  if (p.offsets != nullptr) return first_chunk / p.segment_chunks + n;
+  const int64_t tokens = p.segment_chunks * kChunk;
+  return n * ((p.T + tokens - 1) / tokens);
 }
-inline int64_t Segments(int64_t NT, int64_t N, int64_t segment_chunks) {
-  return segment_chunks == 0 ? 0 : NT / segment_chunks + N;
+inline int64_t Segments(int64_t B, int64_t T, int64_t M, bool packed, int64_t segment_chunks) {
+  if (segment_chunks == 0) return 0;
+  if (packed) return ChunkSlots(B, T, M, packed) / segment_chunks + B * M;
+  return B * ((T + segment_chunks * kChunk - 1) / (segment_chunks * kChunk));
 }
 
 // Lays the workspace out in memory from `base` on; its size goes to `bytes`.
@@ -102,7 +106,7 @@ inline Workspace LayOut(std::byte* base, int64_t B, int64_t T, int64_t HV, int64
                         int64_t segment_chunks, int64_t* bytes) {
   Workspace ws = {};
   ws.NT = ChunkSlots(B, T, M, packed);
-  ws.segments = Segments(ws.NT, B * M, segment_chunks);
+  ws.segments = Segments(B, T, M, packed, segment_chunks);
   int64_t at = 0;
   const auto take = [&](auto*& array, int64_t size) {
     array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(base + at);
