@@ -16,7 +16,7 @@ SAMPLE_SECONDS = 0.03  # hides how a batch of calls is started
 CASE_SECONDS = 2
 
 
-def timed(run, sync) -> list[float]:
+def timed(run, sync, sample_seconds: float = SAMPLE_SECONDS) -> list[float]:
     """Seconds of run() in each of 5 to 15 batches. Call it once before: nothing is warmed up."""
 
     def batch(repeats: int) -> float:
@@ -27,7 +27,7 @@ def timed(run, sync) -> list[float]:
         return (time.perf_counter() - begin) / repeats
 
     once = batch(1)
-    repeats = math.ceil(SAMPLE_SECONDS / once)
+    repeats = math.ceil(sample_seconds / once)
     samples = min(15, max(5, int(CASE_SECONDS / (repeats * once))))
     return [batch(repeats) for _ in range(samples)]
 

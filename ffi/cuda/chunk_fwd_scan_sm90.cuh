@@ -392,9 +392,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       growth = StateScale::Growth(to, p.beta_mode);
     }
   };
-  if (NT > 0) take_values(u, 0);
   int stored_stage = -1;  // value tile whose output is on its way
   for (int c = 0; c < NT; ++c) {
+    take_values(u, c);
     const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
     const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
     const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
@@ -479,23 +479,17 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       StoreOutput<C>(smem, o_map, p, s, h, v_half, c, values.stage, O,
                      p.scale * state_scale.up);
     }
-    // While the state is on its way, the next chunk's values.
-    const int operand_stage = operands.stage, matrix_stage = matrices.stage;
-    operands.Advance();
-    values.Advance();
-    matrices.Advance();
-    uint32_t next[16] = {};
-    if (c + 1 < NT) take_values(next, c + 1);
     WgmmaWait<0>();
     if (C::kOutput && p.checkpoint_indices != nullptr && s.length - c * kChunk >= kChunk) {
       const int64_t slot = FindCheckpointSlot(p, s.n, s.chunk + c);
       if (slot >= 0) StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(slot));
     }
     __syncwarp();
-    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operand_stage);
-    if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrix_stage);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) u[i] = next[i];
+    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
+    if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
+    operands.Advance();
+    values.Advance();
+    matrices.Advance();
   }
   if constexpr (C::kOutput) {
     if (s.last && s.slots.write >= 0) {

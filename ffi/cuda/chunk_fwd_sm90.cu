@@ -14,9 +14,9 @@ namespace {
 
 using sm90::kHead;
 
-// Up to this many chains, V is split over two blocks: twice as many SMs, each with half the
-// products.
-constexpr int64_t kSplitChains = 66;
+// Up to this many blocks V is split over two: twice as many SMs, each with half the products. More
+// chains would want more bandwidth, since both halves read the operands; segments are short.
+constexpr int64_t kSplitChains = 48, kSplitSegments = 66;
 
 // [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function
 // comes through the runtime, so that nothing links libcuda.
@@ -126,9 +126,11 @@ ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStre
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
   if (ws.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(p, ws, stream));
-  const int64_t chains = ws.segments > 0 ? ws.segments : p.B * p.M;
-  return chains * p.HV <= kSplitChains ? LaunchScan<Operand, 1>(p, ws, chains, stream)
-                                       : LaunchScan<Operand, 2>(p, ws, chains, stream);
+  const bool cut = ws.segments > 0;
+  const int64_t chains = cut ? ws.segments : p.B * p.M;
+  return chains * p.HV <= (cut ? kSplitSegments : kSplitChains)
+             ? LaunchScan<Operand, 1>(p, ws, chains, stream)
+             : LaunchScan<Operand, 2>(p, ws, chains, stream);
 }
 
 }  // namespace
