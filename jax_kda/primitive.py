@@ -101,7 +101,7 @@ def cuda_supports(op: str, dtype: Any, K: int, V: int) -> bool:
     """Whether the CUDA handler of "chunk" or "recurrent" runs q, k, v of this dtype and these head
     sizes."""
     if op == "chunk":
-        return bool(dtype == jnp.bfloat16 and K == 128 and V == 128)
+        return bool(dtype == jnp.bfloat16 and {K, V} <= {64, 128})
     return dtype in (jnp.bfloat16, jnp.float32) and K in (64, 128, 256) and 1 <= V <= 256
 
 

@@ -299,6 +299,32 @@ def test_packed_sequences_are_the_sequences_alone():
         np.testing.assert_array_equal(state[n : n + 1], alone_state)
 
 
+# --- head sizes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("gate", ["activated", "softplus"])
+@pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64)])
+def test_head_sizes(K, V, gate, packing):
+    options = NORMED | GATES[gate] | PACKINGS[packing]
+    B = 1 if packing == "cu_seqlens" else 2
+    N = {"dense": None, "cu_seqlens": 5, "segment_ids": 8}[packing]
+    x = draw(GPU, B=B, T=150, H=2, HV=4, K=K, V=V, N=N, state=True, raw=gate != "activated")
+    if gate != "activated":
+        x["A_log"] = np.linspace(-1, 1, 4, dtype=np.float32)
+        x["dt_bias"] = np.linspace(-2, 2, 4 * K, dtype=np.float32).reshape(4, K)
+        x["beta"] = 1 / (1 + np.exp(-x["beta"]))
+    expect(x, every_column=True, **options)
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64)])
+def test_head_sizes_of_segments_and_of_many_chains(K, V):
+    x = draw(GPU, T=2600, H=2, K=K, V=V, state=True)
+    assert primitive.segment_chunks(1, 2600, 2, 1, False) > 0
+    expect(x, **NORMED)
+    expect(draw(GPU, B=2, T=130, H=70, K=K, V=V, state=True), **NORMED)
+
+
 # --- scans in segments ----------------------------------------------------------------------------
 
 CUTS: dict[str, dict[str, Any]] = {

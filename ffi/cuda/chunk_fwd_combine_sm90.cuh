@@ -3,8 +3,8 @@
 //   S_i = S_i-1 T_i + C_i      S_0 = C_0, which started from the initial state
 //
 // in plain fp32, sums in a fixed order. Rows of V never meet: a block takes kRows of them, of one
-// sequence and head, and transitions stream through two stages of shared memory. In a product a warp
-// takes 16 of K, a lane 4 columns of all rows; for its sum a warp takes a row.
+// sequence and head, and transitions stream through two stages of shared memory. In a product a
+// warp takes 16 of K, a lane 4 columns of all rows; for its sum a warp takes a row.
 //
 // Grid: x = (sequence, value head), y = rows. Block: 8 warps, 167,952 bytes.
 #pragma once
@@ -19,15 +19,16 @@ struct CombineConfig {
   static_assert(kRows == kWarps && kHead == 32 * 4);
 
   // Shared memory, bytes; all numbers are fp32.
-  static constexpr int kTransitions = 0;                             // [stages] [K, K]
-  static constexpr int kStates = kTransitions + kStages * kState;    // [rows, K]
-  static constexpr int kSums = kStates + kRows * kHead * 4;          // [warps] [rows, K]
-  static constexpr int kFull = kSums + kWarps * kRows * kHead * 4;   // a barrier a stage
+  static constexpr int kTransitions = 0;                            // [stages] [K, K]
+  static constexpr int kStates = kTransitions + kStages * kState;   // [rows, K]
+  static constexpr int kSums = kStates + kRows * kHead * 4;         // [warps] [rows, K]
+  static constexpr int kFull = kSums + kWarps * kRows * kHead * 4;  // a barrier a stage
   static constexpr int kBytes = kFull + 8 * kStages;
 };
 
 __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
-    ChunkFwdCombineKernel(const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
+    ChunkFwdCombineKernel(const __grid_constant__ FwdParams p,
+                          const __grid_constant__ Workspace ws) {
   using C = CombineConfig;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
@@ -73,8 +74,7 @@ __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
       }
 #pragma unroll
       for (int row = 0; row < C::kRows; ++row) {
-        const float4 x =
-            LdsF32x4(smem + C::kStates + (row * kHead + warp * C::kPart + k) * 4);
+        const float4 x = LdsF32x4(smem + C::kStates + (row * kHead + warp * C::kPart + k) * 4);
         const float factors[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

@@ -534,15 +534,16 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
   GatePair<G> g[2][2][4];  // this lane's channels of this warp's rows: quad, half, row
   {
-    const int64_t stride = int64_t{HV} * kHead;
+    const uint32_t stride = HV * static_cast<uint32_t>(p.K);
+    const int second_half = static_cast<int>(p.K) - 64;  // the first one again, if it is all
     const G* row =
-        static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * kHead + 2 * lane;
+        static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * p.K + 2 * lane;
 #pragma unroll
     for (int r = 0; r < 8; ++r, row += stride) {
       g[r >> 2][0][r & 3] = g[r >> 2][1][r & 3] = {};
       if (warp * 8 + r < chunk.valid) {
         g[r >> 2][0][r & 3] = *reinterpret_cast<const GatePair<G>*>(row);
-        g[r >> 2][1][r & 3] = *reinterpret_cast<const GatePair<G>*>(row + 64);
+        g[r >> 2][1][r & 3] = *reinterpret_cast<const GatePair<G>*>(row + second_half);
       }
     }
   }
@@ -556,8 +557,9 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   __syncthreads();
   const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
   float dt_bias = 0.f;
-  if (tid < kHead && p.dt_bias != nullptr) {
-    dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * kHead + tid];
+  const int K = static_cast<int>(p.K);
+  if (tid < K && p.dt_bias != nullptr) {
+    dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * K + tid];
   }
   MbarrierWait(smem + C::kBarrier, 0);
   if (kL2Norm) RowNorms(smem, warp, lane);

@@ -15,6 +15,9 @@
 // from the initial state. That state is kept in T's place: the last segment may have written the
 // final state over it before the first one is scanned.
 //
+// Heads of 64 are heads of 128 whose other channels are zero: the copy engine fills them in, and
+// states are read and written without them.
+//
 // Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; of summaries,
 // contribution or transition. Block: kWarpgroups state warpgroups and one that loads, up to 231,088
 // bytes of shared memory: rings of operands, value tiles and matrices.
@@ -184,13 +187,15 @@ struct StateScale {
 };
 
 // This thread's part of S^T: rows g and g + 8 of its warp's 16, columns 8 j + 2 t and 8 j + 2 t + 1
-// for j = 0..15. `at` is the element of `states` at row g, column 2 t; zeros if it is negative.
-__device__ inline void LoadState(float (&S)[64], const void* states, DType dtype, int64_t at) {
+// for j = 0..15. `at` is the element of `states`, of rows of K, at row g, column 2 t; zeros if it
+// is negative.
+__device__ inline void LoadState(float (&S)[64], const void* states, DType dtype, int K,
+                                 int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
-    const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
+    const int64_t i = at + (j & 1) * 8 * K + (j >> 1) * 8;
     float2 x = {0.f, 0.f};
-    if (at >= 0) {
+    if (at >= 0 && (j < 16 || K > 64)) {
       if (dtype == DType::kF32) {
         x = *reinterpret_cast<const float2*>(static_cast<const float*>(states) + i);
       } else {
@@ -203,11 +208,12 @@ __device__ inline void LoadState(float (&S)[64], const void* states, DType dtype
     S[2 * j + 1] = x.y;
   }
 }
-__device__ inline void StoreState(const float (&S)[64], float up, void* states, DType dtype,
+__device__ inline void StoreState(const float (&S)[64], float up, void* states, DType dtype, int K,
                                   int64_t at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
-    const int64_t i = at + (j & 1) * 8 * kHead + (j >> 1) * 8;
+    if (j >= 16 && K <= 64) break;
+    const int64_t i = at + (j & 1) * 8 * K + (j >> 1) * 8;
     const float2 x = {S[2 * j] * up, S[2 * j + 1] * up};
     if (dtype == DType::kF32) {
       *reinterpret_cast<float2*>(static_cast<float*>(states) + i) = x;
@@ -229,7 +235,7 @@ __device__ inline void FillOutput(const FwdParams& p, int first, int last, int h
                                   bool nan, int thread) {
   const uint32_t pair = nan ? 0x7fc07fc0u : 0u;
   for (int token = first + (thread >> 3); token < last; token += 16) {
-    __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token} * p.HV + h) * kHead +
+    __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) + (int64_t{token} * p.HV + h) * p.V +
                        v_half * 64 + (thread & 7) * 8;
     *reinterpret_cast<uint4*>(o) = {pair, pair, pair, pair};
   }
@@ -287,8 +293,8 @@ __device__ __forceinline__ uint32_t ValueFragment(int warp, int lane) {
   return Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
 }
 
-// This thread's part of a chunk's o^T (rows V) -> o, through the tile whose values it takes the place
-// of: the whole warp has read them.
+// This thread's part of a chunk's o^T (rows V) -> o, through the tile whose values it takes the
+// place of: the whole warp has read them.
 template <typename Config>
 __device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_map,
                                             const FwdParams& p, const Segment& s, int h, int v_half,
@@ -316,15 +322,15 @@ __device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_
     }
   } else {  // the rows after `valid` are not ours to write
     for (int row = thread >> 3; row < valid; row += 16) {
-      __nv_bfloat16* o = static_cast<__nv_bfloat16*>(p.o) +
-                         (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+      __nv_bfloat16* o =
+          static_cast<__nv_bfloat16*>(p.o) + (int64_t{token + row} * p.HV + h) * p.V + v_half * 64;
       *reinterpret_cast<uint4*>(o + (thread & 7) * 8) = Lds128(tile + Swizzled(row, thread & 7));
     }
   }
 }
 
-// The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block. `transition`:
-// those columns are rows of the identity, and no value is written.
+// The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
+// `transition`: those columns are rows of the identity, and no value is written.
 template <typename Operand, typename Config>
 __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdParams& p,
                            const Workspace& ws, const Segment& s, int h, int v_half, int warpgroup,
@@ -334,19 +340,23 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
             t = lane & 3;
   const int row = v_half * 64 + warp * 16 + g;
+  const int K = static_cast<int>(p.K);
   auto state_at = [&](int64_t slot) {
-    return slot < 0 ? -1 : ((slot * p.HV + h) * kHead + row) * kHead + 2 * t;
+    return slot < 0 || row >= p.V ? -1 : ((slot * p.HV + h) * p.V + row) * K + 2 * t;
+  };
+  auto segment_at = [&](int64_t number) {
+    return ((number * p.HV + h) * kHead + row) * kHead + 2 * t;
   };
   float S[64];
   if (s.first && (s.last || !C::kOutput)) {
-    LoadState(S, p.initial_state, p.state_dtype, state_at(s.slots.read));
+    LoadState(S, p.initial_state, p.state_dtype, K, state_at(s.slots.read));
   } else if (C::kOutput) {
-    LoadState(S, s.first ? ws.transitions : ws.segment_states, DType::kF32,
-              state_at(s.first ? s.number : s.number - 1));
+    LoadState(S, s.first ? ws.transitions : ws.segment_states, DType::kF32, kHead,
+              segment_at(s.first ? s.number : s.number - 1));
   } else if (transition) {
     SetIdentity(S, row, 2 * t);
   } else {
-    LoadState(S, nullptr, DType::kF32, -1);
+    LoadState(S, nullptr, DType::kF32, kHead, -1);
   }
   StateScale state_scale;
   if (kScaled) state_scale.Rescale(S, state_scale.StateBound(S));
@@ -360,7 +370,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
   uint32_t u[16] = {};  // v^T of the chunk to come, then r, then v_new, as left operand
   float growth = 0.f;
   // Waits for the chunk at the rings' positions and takes its values, which start at chunk c.
-  auto take_values = [&](uint32_t(&to)[16], int c) {
+  auto take_values = [&](uint32_t (&to)[16], int c) {
     if (C::kOutput || !transition) {
       const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
       MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
@@ -476,13 +486,14 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     WgmmaCommit();
     if constexpr (C::kOutput) {
       WgmmaWait<1>();
-      StoreOutput<C>(smem, o_map, p, s, h, v_half, c, values.stage, O,
-                     p.scale * state_scale.up);
+      StoreOutput<C>(smem, o_map, p, s, h, v_half, c, values.stage, O, p.scale * state_scale.up);
     }
     WgmmaWait<0>();
     if (C::kOutput && p.checkpoint_indices != nullptr && s.length - c * kChunk >= kChunk) {
       const int64_t slot = FindCheckpointSlot(p, s.n, s.chunk + c);
-      if (slot >= 0) StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(slot));
+      if (slot >= 0) {
+        StoreState(S, state_scale.up, p.final_state, p.state_dtype, K, state_at(slot));
+      }
     }
     __syncwarp();
     MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
@@ -497,12 +508,12 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 #pragma unroll
         for (int i = 0; i < 64; ++i) S[i] = NAN;
       }
-      StoreState(S, state_scale.up, p.final_state, p.state_dtype, state_at(s.slots.write));
+      StoreState(S, state_scale.up, p.final_state, p.state_dtype, K, state_at(s.slots.write));
     }
     if (thread == 0) BulkWait();
   } else {
     StoreState(S, state_scale.up, transition ? ws.transitions : ws.segment_states, DType::kF32,
-               state_at(s.number));
+               kHead, segment_at(s.number));
   }
 }
 
@@ -525,8 +536,8 @@ __device__ void InitBarriers(uint32_t smem) {
   FenceMbarrierInit();
 }
 
-// Two state warpgroups share the registers: 2 x 128 x 232 + 128 x 40 are the 384 x 168 of the launch.
-// One has 255 as it is.
+// Two state warpgroups share the registers: 2 x 128 x 232 + 128 x 40 are the 384 x 168 of the
+// launch. One has 255 as it is.
 template <typename Config>
 __device__ __forceinline__ void StateRegisters() {
   if constexpr (Config::kWarpgroups == 2) SetMaxNRegInc<232>();

@@ -18,10 +18,11 @@ using sm90::kHead;
 // chains would want more bandwidth, since both halves read the operands; segments are short.
 constexpr int64_t kSplitChains = 48, kSplitSegments = 66;
 
-// [tokens, heads, 128] bf16 as tiles of `halves` x 64 tokens x 64 channels. The driver's function
-// comes through the runtime, so that nothing links libcuda.
+// [tokens, heads, size] bf16, size 64 or 128, as tiles of `halves` x 64 tokens x 64 channels; a
+// half that is not there is read as zeros. The driver's function comes through the runtime, so that
+// nothing links libcuda.
 ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64_t heads,
-                       int halves) {
+                       int64_t size, int halves) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -34,10 +35,10 @@ ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64
   if (encode == nullptr)
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
                       "the CUDA driver has no cuTensorMapEncodeTiled");
-  const cuuint64_t row = static_cast<cuuint64_t>(heads) * kHead * 2;
+  const cuuint64_t head_bytes = static_cast<cuuint64_t>(size) * 2;
   const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
-                              2};
-  const cuuint64_t strides[] = {kHead * 2, row, 128};
+                              static_cast<cuuint64_t>(size) / 64};
+  const cuuint64_t strides[] = {head_bytes, static_cast<cuuint64_t>(heads) * head_bytes, 128};
   const cuuint32_t box[] = {64, 1, kChunk, static_cast<cuuint32_t>(halves)}, steps[] = {1, 1, 1, 1};
   const CUresult status = reinterpret_cast<Encode>(encode)(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides, box, steps,
@@ -79,8 +80,8 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
 template <bool kL2Norm>
 ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   CUtensorMap q_map, k_map;
-  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, 2));
-  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, 2));
+  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, p.K, 2));
+  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, p.K, 2));
   const auto kernel = p.g_dtype == DType::kF32
                           ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
                           : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
@@ -98,11 +99,11 @@ ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, int64_t cha
   const bool prepared = p.B * p.T > 0;
   CUtensorMap v_map = {}, o_map = {};  // never used when there is no token
   if (prepared) {
-    RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kWarpgroups));
-    RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, 1));
+    RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, p.V, kWarpgroups));
+    RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, p.V, 1));
   }
   using Config = sm90::ScanConfig<kWarpgroups, true>;
-  const dim3 grid(chains * p.HV, kWarpgroups == 1 ? 2 : 1);
+  const dim3 grid(chains * p.HV, p.V / 64 / kWarpgroups);
   return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
                 {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, o_map, p, ws);
 }
@@ -110,13 +111,13 @@ ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, int64_t cha
 template <typename Operand>
 ffi::Error LaunchSummaries(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   CUtensorMap v_map;
-  RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, 2));
+  RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, p.V, 2));
   using Config = sm90::ScanConfig<2, false>;
   const dim3 grid(ws.segments * p.HV, 2);
   RETURN_IF_ERROR(Launch("ChunkFwdSummariseKernel", sm90::ChunkFwdSummariseKernel<Operand>,
                          {grid, Config::kThreads, Config::kBytes, true}, stream, v_map, p, ws));
   using Combine = sm90::CombineConfig;
-  const dim3 combine_grid(p.B * p.M * p.HV, kHead / Combine::kRows);
+  const dim3 combine_grid(p.B * p.M * p.HV, p.V / Combine::kRows);
   return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
                 {combine_grid, Combine::kThreads, Combine::kBytes, true}, stream, p, ws);
 }
@@ -128,7 +129,7 @@ ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStre
   if (ws.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(p, ws, stream));
   const bool cut = ws.segments > 0;
   const int64_t chains = cut ? ws.segments : p.B * p.M;
-  return chains * p.HV <= (cut ? kSplitSegments : kSplitChains)
+  return p.V == 64 || chains * p.HV <= (cut ? kSplitSegments : kSplitChains)
              ? LaunchScan<Operand, 1>(p, ws, chains, stream)
              : LaunchScan<Operand, 2>(p, ws, chains, stream);
 }

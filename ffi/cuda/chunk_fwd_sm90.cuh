@@ -1,4 +1,5 @@
-// What the kernels of the Hopper forward share: tile constants, the image of a chunk, the workspace.
+// What the kernels of the Hopper forward share: tile constants, the image of a chunk, the
+// workspace.
 //
 //   plan       (packed rows only)  offsets -> which tokens each chunk and each sequence has
 //   prepare    (chunk, value head)     q k g beta -> the chunk's image: all that needs no state
@@ -22,7 +23,7 @@
 
 namespace jax_kda::sm90 {
 
-inline constexpr int kHead = 128;  // K = V
+inline constexpr int kHead = 128;  // K and V in shared memory and in the workspace
 inline constexpr int kTile =
     kChunk * kHead * 2;  // bytes of a 64 x 128 tile of 16-bit numbers, in two 64-column halves
 inline constexpr int kHalfTile = kTile / 2;

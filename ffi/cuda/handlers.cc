@@ -30,8 +30,8 @@ ffi::ErrorOr<int> ComputeCapability() {
 }
 
 ffi::Error CheckChunkSupported(const FwdParams& p) {
-  if (p.K != 128 || p.V != 128) {
-    return Unimplemented("the CUDA kernel needs head sizes K = V = 128; got K = ", p.K,
+  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
+    return Unimplemented("the CUDA kernel needs head sizes K and V of 64 or 128; got K = ", p.K,
                          ", V = ", p.V);
   }
   if (p.dtype != DType::kBF16)
@@ -82,8 +82,8 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
   ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kLastResult);
   RETURN_IF_ERROR(p);
   RETURN_IF_ERROR(CheckChunkSupported(*p));
-  const int64_t bytes = ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr,
-                                               p->segment_chunks);
+  const int64_t bytes =
+      ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr, p->segment_chunks);
   if (p->workspace_bytes < bytes) {
     return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
                           p->workspace_bytes);

@@ -31,12 +31,12 @@ inline ffi::Error CopyPool(const FwdParams& p, cudaStream_t stream) {
       "cudaMemcpyAsync");
 }
 
-// Bytes of FwdParams::workspace for K = V = 128.
+// Bytes of FwdParams::workspace.
 int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
                                int64_t segment_chunks);
 
-// Enqueues the forward on `stream`: K = V = 128, q k v bf16, B T < 2^31. Neither allocates nor
-// synchronises.
+// Enqueues the forward on `stream`: K and V of 64 or 128, q k v bf16, B T < 2^31. Neither allocates
+// nor synchronises.
 ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream);
 
 // Enqueues the recurrence on `stream`: K = 64, 128 or 256, any GPU from sm_80 on. Neither allocates
