@@ -137,7 +137,7 @@ __device__ inline Segment FindWork(const FwdParams& p, const Workspace& ws, int6
 // part of S, now and at the chunk's end: for |k| <= 1 and decay <= 1 a row |s|^2 grows by at most
 // v_t^2 a token when beta <= 1, and |s| by at most 2 |v_t| when beta <= 2. Scaled, it lies in
 // [2^6, 2^14): in steps of 8, so that the power hardly ever changes. It follows from the state at
-// the chunk's start and from v alone: a sequence gives the same bits however it is cut into calls.
+// the chunk's start and from v alone: a segment gives the same bits however it is cut into calls.
 struct StateScale {
   int exponent = 0;
   float down = 1.f, up = 1.f;
