@@ -113,6 +113,18 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     return NT * HV * image + (16 * NT + 32 * B * M if packed else 0) + 256
 
 
+def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: bool) -> Any:
+    """ChunkBwdWorkspaceBytes of kda_chunk_bwd on CUDA, on symbolic dimensions too."""
+    C, K, V = 64, 128, 128
+    NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
+    image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
+    record = 2 * V * K * 2 + 2 * C * V * 2
+    group = 132 * 64 * 256 * 4 if HV > H else 0
+    sums = (K + 8) * 4
+    plan = 16 * NT + 32 * B * M if packed else 0
+    return NT * HV * (image + record + sums) + plan + group + 256
+
+
 # ---- One call -----------------------------------------------------------------------------------
 
 
@@ -223,20 +235,21 @@ def _gradient_types(sig: Signature, x: dict[str, Any]) -> tuple[jax.ShapeDtypeSt
 
 def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
     x = sig.named(operands)
-    if sig.is_gradient:
-        call = jax.ffi.ffi_call(sig.target, _gradient_types(sig, x))
-        return tuple(call(*operands, **_attributes(sig)))
-    results = _result_types(sig, x)
+    results = _gradient_types(sig, x) if sig.is_gradient else _result_types(sig, x)
     aliases = {sig.names.index("out"): 0} if "out" in x else {}
-    if sig.config.output_final_state and (state := x.keys() & {"initial_state", "final_state"}):
+    states = set() if sig.is_gradient else x.keys() & {"initial_state", "final_state"}
+    if sig.config.output_final_state and states:
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
-        aliases[max(map(sig.names.index, state))] = 1
+        aliases[max(map(sig.names.index, states))] = 1
     workspace = ()
-    if platform == "cuda" and sig.config.op == "chunk":
+    if platform == "cuda" and (sig.is_gradient or sig.config.op == "chunk"):
         # A result that XLA plans: handlers can't allocate inside a CUDA graph.
-        *rows, T, HV, _ = x["v"].shape
-        packed = sig.offsets_step != 0
-        nbytes = chunk_fwd_workspace_bytes(math.prod(rows), T, HV, _sequences(sig, x), packed)
+        *rows, T, H, _ = x["q"].shape
+        sizes = (math.prod(rows), T, x["v"].shape[-2], _sequences(sig, x), sig.offsets_step != 0)
+        if sig.is_gradient:
+            nbytes = chunk_bwd_workspace_bytes(*sizes[:2], H, *sizes[2:])
+        else:
+            nbytes = chunk_fwd_workspace_bytes(*sizes)
         workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
     types = (*results, *workspace)
     call = jax.ffi.ffi_call(sig.target, types, input_output_aliases=aliases)
@@ -284,7 +297,9 @@ def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
     if sig.config.implementation == "ffi" and not sig.is_gradient:
         return jax.lax.platform_dependent(*operands, **kernels)
     K, V = x["q"].shape[-1], x["v"].shape[-1]
-    if not cuda_supports(sig.config.op, x["q"].dtype, K, V):
+    # The recurrence runs on GPUs that the gradient's kernel does not: its gradient has to as well.
+    lacks_gradient = sig.is_gradient and sig.config.op != "chunk"
+    if lacks_gradient or not cuda_supports(sig.config.op, x["q"].dtype, K, V):
         del kernels["cuda"]
     kernels = {p: f for p, f in kernels.items() if sig.target in _built.get(p, ())}
     reference = _reference_gradient if sig.is_gradient else _reference
