@@ -119,8 +119,8 @@ def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: b
     NT = B * ((T + (C - 1) * M) // C) if packed else B * ((T + C - 1) // C)
     image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
     record = 2 * V * K * 2 + 2 * C * V * 2
-    group = 132 * 64 * 256 * 4 if HV > H else 0
-    sums = (K + 8) * 4
+    group = 132 * 32 * 512 * 4 if HV > H else 0
+    sums = (2 * K + 16) * 4
     plan = 16 * NT + 32 * B * M if packed else 0
     return NT * HV * (image + record + sums) + plan + group + 256
 

@@ -164,7 +164,8 @@ def gradient(f, x, state):
 @pytest.mark.parametrize("HV", [4, 8])
 def test_gradient_is_one_call_with_a_workspace(HV):
     x, _, state = types(HV=HV)
-    targets = dict(custom_calls(text := lower_for_cuda(functools.partial(gradient, chunk_kda), x, state)))
+    text = lower_for_cuda(functools.partial(gradient, chunk_kda), x, state)
+    targets = dict(custom_calls(text))
     assert targets["kda_chunk_bwd"].count("%") == 8 + 2  # and the cotangents
     assert f"tensor<{primitive.chunk_bwd_workspace_bytes(2, 256, 4, HV, 1, False)}xui8>" in text
 
@@ -177,8 +178,9 @@ def test_gradient_that_the_kernel_lacks_is_plain_jax(sizes):
 
 def test_gradient_of_the_recurrence_is_plain_jax():
     """Which runs on any GPU, as the recurrence's own kernel does."""
-    x, _, state = types()
-    text = lower_for_cuda(functools.partial(gradient, decode), x, state)
+    x, _, state = types(T=2)
+    f = lambda x, state: jax_kda.recurrent_kda(**x, state=state, use_gate_in_kernel=True)
+    text = lower_for_cuda(functools.partial(gradient, f), x, state)
     assert "kda_chunk_bwd" not in text
 
 

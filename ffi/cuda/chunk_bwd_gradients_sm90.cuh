@@ -1,10 +1,11 @@
 // Gradients: q, k, g, beta, do of one chunk and query/key head with the records of the scans ->
 // dq, dk, dg, dbeta, and what the chunk adds to dA_log and ddt_bias.
 //
-// A warp owns 16 channels of all 64 tokens, and everything is held transposed, [channels, tokens]:
-// then a lane has the same elements of accumulators and of left operands, of two channels (g and
-// g + 8) the tokens 8 n + 2 t and 8 n + 2 t + 1, and decays are products within a lane or with the
-// three other lanes of its channels. Only the 64x64 matrices and the norms are shared by the warps.
+// A warp owns 16 channels of 32 tokens, one side of the chunk, and everything is held transposed,
+// [channels, tokens]: then a lane has the same elements of accumulators and of left operands, of two
+// channels (g and g + 8) the tokens 8 n + 2 t and 8 n + 2 t + 1, and decays are products within a
+// lane or with the three other lanes of its channels. Warps share the 64x64 matrices and the norms,
+// and two sides of the same channels what goes from one to the other.
 //
 //   dAqk = scale tril(do v_new^T)      dAkk = -tril(dv v_new^T, -1)      dbeta = diagonal(y e^T)
 //   row_q = scale do S                 row_k = -dv S                     col = v_new dS
@@ -21,7 +22,7 @@
 // tensor cores are all pairs. dg_t is what the pairs j < t <= i leave over of a sum over all: the
 // same rounded operands stand on both sides, so that the others cancel.
 //
-// Grid: persistent, one block an SM. Block: 8 warps.
+// Grid: persistent, one block an SM. Block: 16 warps, 8 of each side.
 #pragma once
 
 #include <type_traits>
@@ -42,14 +43,20 @@ struct GradientsConfig {
   static constexpr int kState = 5 * kTile, kDState = kState + record::kStateTile;
   static constexpr int kDAqk = kDState + record::kStateTile;  // [64, 64], strictly lower
   static constexpr int kDAkk = kDAqk + kMatrix;               // [64, 64], symmetric
-  static constexpr int kDots = kDAqk;  // [8 warps, 128] fp32, when dAqk is no longer needed
+  // What the sides exchange: in the place of do, e and y between the products with the states and
+  // the next record, and of dAkk at last.
+  static constexpr int kLowerK = kDo, kUpperK = kDo + 8192, kUpperQ = kDo + 16384;  // operands
+  static constexpr int kTotals = kDo + 24576;  // [2, K] fp32  decay over a side
+  static constexpr int kSides = kDAkk;         // [2, K] of two fp32: sums of dG and of `outside`
+  static constexpr int kDots = kDAqk;          // [8, 128] fp32
   static constexpr int kG = kDAkk + kMatrix;  // a tile, or 64 wide rows
   static constexpr int kAlpha = kG + kChunk * kWideRow;  // [8, threads, 4] fp32: exp(g)
   static constexpr int kNorms = kAlpha + kChunk * kHead * 4;  // [128] fp32: 1 / norm of q, of k
   static constexpr int kDiagonal = kNorms + 2 * kChunk * 4;   // [64] fp32 of dAqk
   static constexpr int kDecay = kDiagonal + kChunk * 4, kBeta = kDecay + kHead * 4;
   static constexpr int kRecordFull = kBeta + kChunk * 4, kInputsFull = kRecordFull + 8;
-  static constexpr int kBytes = kInputsFull + 8;
+  static constexpr int kSteps = kInputsFull + 8;  // this one and the next: [2] of 64 bytes
+  static constexpr int kBytes = kSteps + 128;
   static_assert(record::kE == 2 * record::kStateTile && record::kY == record::kE + kTile);
   static_assert(kBytes <= 232448, "shared memory a block may ask for on sm_90");
 };
@@ -140,12 +147,12 @@ struct Corners {
         right_first_piece(lane >> 3 & 1) {}
 };
 
-// 1 / norm of 16 rows of q (warps 0-3) or k (warps 4-7), as in prepare but never 0: the gradient of
+// 1 / norm of 16 rows of q (warps 8-11) or k (warps 12-15), as in prepare but never 0: the gradient of
 // a row of zeros is not 0.
 __device__ __forceinline__ void GradientNorms(uint32_t smem, int tid) {
   using C = GradientsConfig;
   tid = Opaque(tid);
-  const int warp = tid >> 5, lane = tid & 31;
+  const int warp = (tid >> 5) - 8, lane = tid & 31;
   const Corners at(lane);
   const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
   const int first = (warp & 3) * 16, g = lane >> 2, t = lane & 3;
@@ -249,20 +256,22 @@ __device__ __forceinline__ void PairGradients(uint32_t smem, int tid, const BwdP
   }
 }
 
-// Where a thread's elements are. Each phase makes its own from an opaque thread index: held over the
-// whole loop, all phases' addresses would spill.
+// Where a thread's elements are. Tokens 8 n + 2 t and the next, n = 0..3, are counted from `token`.
 struct GradientPlace {
   int warp, lane, g, t;
+  int side;     // 0: tokens 0-31, 1: 32-63
+  int token;    // 2 t of this side
   int channel;  // and channel + 8
   Corners corners;
   uint32_t smem;
-  uint32_t own;     // this warp's channels of 16 tokens of a tile
+  uint32_t own;     // this warp's channels of its first 16 tokens, of a tile
   uint32_t alphas;  // exp(g) of the first n-tile
   static constexpr int kSixteen = 16 * 128;  // bytes from 16 rows of a tile to the next
 
   __device__ __forceinline__ GradientPlace(uint32_t smem_, int tid)
-      : warp(tid >> 5), lane(tid & 31), g(lane >> 2), t(lane & 3), channel(warp * 16 + g),
-        corners(lane), smem(smem_), own((warp >> 2) * kHalfTile + Column()),
+      : warp(tid >> 5 & 7), lane(tid & 31), g(lane >> 2), t(lane & 3), side(tid >> 8),
+        token(side * 32 + 2 * t), channel(warp * 16 + g), corners(lane), smem(smem_),
+        own((warp >> 2) * kHalfTile + Column() + side * 2 * kSixteen),
         alphas(smem + GradientsConfig::kAlpha + tid * 16) {}
 
   __device__ __forceinline__ uint32_t Column() const {
@@ -270,6 +279,10 @@ struct GradientPlace {
   }
   __device__ __forceinline__ uint32_t Alphas(int n) const {
     return alphas + n * (kGradientThreads * 16);
+  }
+  // Of what the sides exchange, this warp's operand of 16 tokens.
+  __device__ __forceinline__ uint32_t Exchanged(int operand, int I) const {
+    return smem + operand + ((warp * 2 + I) * 32 + lane) * 16;
   }
   // 16x16 block (I, J) of dAqk or dAkk: pieces are xored, rows added. Its right operand is that of
   // a product with the transposed block; for LdmatrixTrans, with the block itself.
@@ -377,6 +390,24 @@ __device__ __forceinline__ void AddLevel(Elements& dq, Elements& dk, Elements& d
   }
 }
 
+// Decays at level 32 of n-tile n: to the side's end, or from its start.
+__device__ __forceinline__ void DecaysOf32(float (&f)[4], const float (&eight)[4][2],
+                                           const GradientPlace& at, int n) {
+  const Decays decays(at.Alphas(n), at.t, 3);
+  float between[2] = {1.f, 1.f};
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (m != n && at.side == (m < n)) between[c] *= eight[m][c];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    f[i] = (at.side ? decays.from[i] : decays.to[i]) * between[i >> 1];
+  }
+}
+
 // The gate of a lane's two channels.
 struct ChannelGate {
   GateParams params;
@@ -404,7 +435,7 @@ __device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const Fw
   const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
   const int valid = s.chunk.valid;
 #pragma unroll
-  for (int I = 0; I < 4; ++I) {
+  for (int I = 0; I < 2; ++I) {
     uint32_t q[4], k[4], g_raw[4];
     float alpha[8];
     LdmatrixTrans(q, smem + C::kQ + at.own + I * 16 * 128);
@@ -412,7 +443,7 @@ __device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const Fw
     LoadGates<G>(g_raw, smem + C::kG + at.own + I * 16 * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int c = i & 1, token = 16 * I + 8 * (i >> 1) + 2 * at.t;
+      const int c = i & 1, token = at.token + 16 * I + 8 * (i >> 1);
       if (kL2Norm) {
         const float2 rq = LdsF32x2(smem + C::kNorms + token * 4),
                      rk = LdsF32x2(smem + C::kNorms + (kChunk + token) * 4);
@@ -420,7 +451,8 @@ __device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const Fw
         k[i] = Pack<Fp16>(Bf16Lo(k[i]) * rk.x, Bf16Hi(k[i]) * rk.y);
       }
       const float2 x = GatePairAt<G>(g_raw[i], smem + C::kG, token, at.channel + 8 * c);
-      float2 y = {(x.x + gate.bias[c]) * gate.params.slope, (x.y + gate.bias[c]) * gate.params.slope};
+      float2 y = {(x.x + gate.bias[c]) * gate.params.slope,
+                  (x.y + gate.bias[c]) * gate.params.slope};
       if (gate.params.gate == Gate::kSoftplus) {
         y = {gate.params.scale * Softplus2(y.x), gate.params.scale * Softplus2(y.y)};
       } else if (gate.params.gate == Gate::kLowerBound) {
@@ -445,8 +477,8 @@ __device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const Fw
 
 // The products with S and dS: row_q, row_k and col, which dq, dk and dG are made of, and what S with
 // dS adds to dg of every token.
-__device__ __forceinline__ void StateProducts(float (&dq)[8][4], float (&dk)[8][4],
-                                              float (&dG)[8][4], float (&outside)[2], uint32_t smem,
+__device__ __forceinline__ void StateProducts(float (&dq)[4][4], float (&dk)[4][4],
+                                              float (&dG)[4][4], float (&outside)[2], uint32_t smem,
                                               int tid, float scale, int valid) {
   using C = GradientsConfig;
   const GradientPlace at(smem, Opaque(tid));
@@ -462,10 +494,11 @@ __device__ __forceinline__ void StateProducts(float (&dq)[8][4], float (&dk)[8][
       S_dS[i & 1] = fmaf(Bf16Lo(S[i]), Bf16Lo(dS[i]),
                          fmaf(Bf16Hi(S[i]), Bf16Hi(dS[i]), S_dS[i & 1]));
     }
-    const uint32_t from = smem + (step >> 2) * kHalfTile +
-                          Swizzled(at.corners.right_first_row, (step & 3) * 2 + at.corners.right_first_piece);
+    const uint32_t from =
+        smem + (step >> 2) * kHalfTile + at.side * 32 * 128 +
+        Swizzled(at.corners.right_first_row, (step & 3) * 2 + at.corners.right_first_piece);
 #pragma unroll
-    for (int I = 0; I < 4; ++I) {
+    for (int I = 0; I < 2; ++I) {
       uint32_t x[4];
       Ldmatrix(x, from + C::kDo + I * 16 * 128);
       Mma<Bf16>(dq[2 * I], S, x[0], x[1]);
@@ -480,31 +513,31 @@ __device__ __forceinline__ void StateProducts(float (&dq)[8][4], float (&dk)[8][
   }
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    outside[c] = S_dS[c] * LdsF32(smem + C::kDecay + (at.channel + 8 * c) * 4);
+    // Both sides have the whole sum: one of them tells.
+    outside[c] =
+        at.side ? 0.f : S_dS[c] * LdsF32(smem + C::kDecay + (at.channel + 8 * c) * 4);
   }
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float2 beta = LdsF32x2(smem + C::kBeta + (8 * n + 2 * at.t) * 4);
+  for (int n = 0; n < 4; ++n) {
+    const float2 beta = LdsF32x2(smem + C::kBeta + (at.token + 8 * n) * 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float beta_i = i & 1 ? beta.y : beta.x;
-      dq[n][i] = 8 * n + 2 * at.t + (i & 1) < valid ? scale * dq[n][i] : 0.f;  // do: NaN, maybe
+      dq[n][i] = at.token + 8 * n + (i & 1) < valid ? scale * dq[n][i] : 0.f;  // do: NaN, maybe
       dk[n][i] *= -beta_i;
       dG[n][i] *= beta_i;
     }
   }
 }
 
-// row_q, row_k and col -> the state's parts of dq, dk and dG; with the pairs i = j, which nothing
-// decays. `eight`: decays over eight tokens; `outside`: what dg of every token gets.
+// What the other side takes from this one: its operands of level 32, and the decay over it.
+// `eight`: decays over eight tokens.
 template <typename Type>
-__device__ __forceinline__ void AddStateParts(float (&dq)[8][4], float (&dk)[8][4],
-                                              float (&dG)[8][4], float (&outside)[2],
-                                              float (&eight)[8][2], uint32_t smem, int tid) {
+__device__ __forceinline__ void ExchangeOperands(float (&eight)[4][2], uint32_t smem, int tid) {
   using C = GradientsConfig;
   const GradientPlace at(smem, Opaque(tid));
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < 4; ++n) {
     const float4 alpha = LdsF32x4(at.Alphas(n));
     eight[n][0] = alpha.x * alpha.y;
     eight[n][1] = alpha.z * alpha.w;
@@ -514,122 +547,180 @@ __device__ __forceinline__ void AddStateParts(float (&dq)[8][4], float (&dk)[8][
       eight[n][c] *= __shfl_xor_sync(~0u, eight[n][c], 2);
     }
   }
-  {
-    float before[2] = {1.f, 1.f}, after[8][2];
-    after[7][0] = after[7][1] = 1.f;
+  if (at.t == 0) {
 #pragma unroll
-    for (int n = 6; n >= 0; --n) {
-      after[n][0] = after[n + 1][0] * eight[n + 1][0];
-      after[n][1] = after[n + 1][1] * eight[n + 1][1];
+    for (int c = 0; c < 2; ++c) {
+      StsF32(smem + C::kTotals + (at.side * kHead + at.channel + 8 * c) * 4,
+             (eight[0][c] * eight[1][c]) * (eight[2][c] * eight[3][c]));
     }
+  }
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      uint32_t q[4], k[4];
-      LdmatrixTrans(q, smem + C::kQ + at.own + (n >> 1) * 16 * 128);
-      LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
-      const Decays f(at.Alphas(n), at.t, 3);
-      const float2 diagonal = LdsF32x2(smem + C::kDiagonal + (8 * n + 2 * at.t) * 4);
+  for (int I = 0; I < 2; ++I) {
+    uint32_t q[4], k[4], qf[2][2], kf[2][2];
+    LdmatrixTrans(q, smem + C::kQ + at.own + I * 16 * 128);
+    LdmatrixTrans(k, smem + C::kK + at.own + I * 16 * 128);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int c = i >> 1;
-        const float2 q_pair = Unpack<Type>(q[(n & 1) * 2 + c]),
-                     k_pair = Unpack<Type>(k[(n & 1) * 2 + c]);
-        const float qi = i & 1 ? q_pair.y : q_pair.x, ki = i & 1 ? k_pair.y : k_pair.x;
-        const float d = i & 1 ? diagonal.y : diagonal.x;
-        const float from = f.from[i] * before[c], to = f.to[i] * after[n][c];
-        const float read_q = dq[n][i] * from, read_k = dk[n][i] * from, written = dG[n][i] * to;
-        const float kept = ki * written;
-        outside[c] += kept;
-        dG[n][i] = fmaf(qi, read_q, fmaf(ki, read_k, -kept));
-        dq[n][i] = fmaf(d, ki, read_q);
-        dk[n][i] = fmaf(d, qi, read_k + written);
-      }
-      before[0] *= eight[n][0];
-      before[1] *= eight[n][1];
+    for (int half = 0; half < 2; ++half) {
+      float f[4];
+      DecaysOf32(f, eight, at, 2 * I + half);
+      Decayed<Type>(kf[half], &k[2 * half], f);
+      Decayed<Type>(qf[half], &q[2 * half], f);
+    }
+    Sts128(at.Exchanged(at.side ? C::kUpperK : C::kLowerK, I),
+           {kf[0][0], kf[0][1], kf[1][0], kf[1][1]});
+    if (at.side) {
+      Sts128(at.Exchanged(C::kUpperQ, I), {qf[0][0], qf[0][1], qf[1][0], qf[1][1]});
     }
   }
 }
 
-// Levels 32 and 16, whose blocks are of whole 16 tokens.
+// row_q, row_k and col -> the state's parts of dq, dk and dG; with the pairs i = j, which nothing
+// decays. `outside`: what dg of every token gets.
 template <typename Type>
-__device__ __forceinline__ void AddPairsAcross(float (&dq)[8][4], float (&dk)[8][4],
-                                               float (&dG)[8][4], const float (&eight)[8][2],
-                                               uint32_t smem, int tid) {
+__device__ __forceinline__ void AddStateParts(float (&dq)[4][4], float (&dk)[4][4],
+                                              float (&dG)[4][4], float (&outside)[2],
+                                              const float (&eight)[4][2], uint32_t smem, int tid) {
   using C = GradientsConfig;
   const GradientPlace at(smem, Opaque(tid));
+  float before[2], after[4][2];
 #pragma unroll
-  for (int level = 2; level >= 1; --level) {
-    __syncwarp();  // in blocks of 16
+  for (int c = 0; c < 2; ++c) {
+    const float other =
+        LdsF32(smem + C::kTotals + ((at.side ^ 1) * kHead + at.channel + 8 * c) * 4);
+    before[c] = at.side ? other : 1.f;
+    after[3][c] = at.side ? 1.f : other;
 #pragma unroll
-    for (int low = 0; low < 4; low += 2 * level) {
-      uint32_t qf[4][2][2] = {}, kf[4][2][2];
-      float f[4][2][4];
+    for (int n = 2; n >= 0; --n) after[n][c] = after[n + 1][c] * eight[n + 1][c];
+  }
 #pragma unroll
-      for (int I = low; I < low + 2 * level; ++I) {
-        const bool is_upper = I >= low + level;
-        uint32_t q[4], k[4];
-        if (is_upper) LdmatrixTrans(q, smem + C::kQ + at.own + I * 16 * 128);
-        LdmatrixTrans(k, smem + C::kK + at.own + I * 16 * 128);
+  for (int n = 0; n < 4; ++n) {
+    uint32_t q[4], k[4];
+    LdmatrixTrans(q, smem + C::kQ + at.own + (n >> 1) * 16 * 128);
+    LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
+    const Decays f(at.Alphas(n), at.t, 3);
+    const float2 diagonal = LdsF32x2(smem + C::kDiagonal + (at.token + 8 * n) * 4);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int n = 2 * I + half;
-          const Decays decays(at.Alphas(n), at.t, 3);
-          float between[2] = {1.f, 1.f};
-          if (is_upper) {
+    for (int i = 0; i < 4; ++i) {
+      const int c = i >> 1;
+      const float2 q_pair = Unpack<Type>(q[(n & 1) * 2 + c]),
+                   k_pair = Unpack<Type>(k[(n & 1) * 2 + c]);
+      const float qi = i & 1 ? q_pair.y : q_pair.x, ki = i & 1 ? k_pair.y : k_pair.x;
+      const float d = i & 1 ? diagonal.y : diagonal.x;
+      const float from = f.from[i] * before[c], to = f.to[i] * after[n][c];
+      const float read_q = dq[n][i] * from, read_k = dk[n][i] * from, written = dG[n][i] * to;
+      const float kept = ki * written;
+      outside[c] += kept;
+      dG[n][i] = fmaf(qi, read_q, fmaf(ki, read_k, -kept));
+      dq[n][i] = fmaf(d, ki, read_q);
+      dk[n][i] = fmaf(d, qi, read_k + written);
+    }
+    before[0] *= eight[n][0];
+    before[1] *= eight[n][1];
+  }
+}
+
+// Level 32: pairs of the two sides.
+__device__ __forceinline__ void AddPairsOfSides(float (&dq)[4][4], float (&dk)[4][4],
+                                                float (&dG)[4][4], const float (&eight)[4][2],
+                                                uint32_t smem, int tid) {
+  using C = GradientsConfig;
+  const GradientPlace at(smem, Opaque(tid));
+  const bool is_upper = at.side;
 #pragma unroll
-            for (int m = 2 * (low + level); m < n; ++m) {
-              between[0] *= eight[m][0];
-              between[1] *= eight[m][1];
-            }
-          } else {
+  for (int I = 0; I < 2; ++I) {
+    float sum_q[2][4] = {}, sum_k[2][4] = {};
 #pragma unroll
-            for (int m = n + 1; m < 2 * (low + level); ++m) {
-              between[0] *= eight[m][0];
-              between[1] *= eight[m][1];
-            }
-          }
-          float(&to)[4] = f[I - low][half];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            to[i] = (is_upper ? decays.from[i] : decays.to[i]) * between[i >> 1];
-          }
-          Decayed<Type>(kf[I - low][half], &k[2 * half], to);
-          if (is_upper) Decayed<Type>(qf[I - low][half], &q[2 * half], to);
-        }
+    for (int J = 0; J < 2; ++J) {
+      const int own = 2 * at.side + I, other = 2 * (at.side ^ 1) + J;
+      const uint4 k = Lds128(at.Exchanged(is_upper ? C::kLowerK : C::kUpperK, J));
+      const uint32_t k_left[4] = {k.x, k.y, k.z, k.w};
+      uint32_t x[4];
+      Ldmatrix(x, at.Block(C::kDAkk, own, other));
+      Mma<Bf16>(sum_k[0], k_left, x[0], x[1]);
+      Mma<Bf16>(sum_k[1], k_left, x[2], x[3]);
+      if (is_upper) {
+        Ldmatrix(x, at.Block(C::kDAqk, own, other));
+        Mma<Bf16>(sum_q[0], k_left, x[0], x[1]);
+        Mma<Bf16>(sum_q[1], k_left, x[2], x[3]);
+      } else {
+        const uint4 q = Lds128(at.Exchanged(C::kUpperQ, J));
+        const uint32_t q_left[4] = {q.x, q.y, q.z, q.w};
+        LdmatrixTrans(x, at.BlockForTrans(C::kDAqk, other, own));
+        Mma<Bf16>(sum_k[0], q_left, x[0], x[1]);
+        Mma<Bf16>(sum_k[1], q_left, x[2], x[3]);
       }
+    }
+    const uint4 k = Lds128(at.Exchanged(is_upper ? C::kUpperK : C::kLowerK, I));
+    const uint4 q = is_upper ? Lds128(at.Exchanged(C::kUpperQ, I)) : uint4{0, 0, 0, 0};
+    const uint32_t kf[2][2] = {{k.x, k.y}, {k.z, k.w}}, qf[2][2] = {{q.x, q.y}, {q.z, q.w}};
 #pragma unroll
-      for (int I = low; I < low + 2 * level; ++I) {
-        const bool is_upper = I >= low + level;
-        float sum_q[2][4] = {}, sum_k[2][4] = {};
+    for (int half = 0; half < 2; ++half) {
+      const int n = 2 * I + half;
+      float f[4];
+      DecaysOf32(f, eight, at, n);
+      AddLevel(dq[n], dk[n], dG[n], sum_q[half], sum_k[half], f, qf[half], kf[half],
+               is_upper ? 1.f : -1.f);
+    }
+  }
+}
+
+// Decays at level 16 of n-tile n: to the end of the side's first 16 tokens, or from the start of the
+// second.
+__device__ __forceinline__ void DecaysOf16(float (&f)[4], const float (&eight)[4][2],
+                                           const GradientPlace& at, int n) {
+  const Decays decays(at.Alphas(n), at.t, 3);
 #pragma unroll
-        for (int other = 0; other < level; ++other) {
-          const int J = is_upper ? low + other : low + level + other;
-          const uint32_t(&kJ)[2][2] = kf[J - low];
-          const uint32_t k_left[4] = {kJ[0][0], kJ[0][1], kJ[1][0], kJ[1][1]};
-          uint32_t x[4];
-          Ldmatrix(x, at.Block(C::kDAkk, I, J));
-          Mma<Bf16>(sum_k[0], k_left, x[0], x[1]);
-          Mma<Bf16>(sum_k[1], k_left, x[2], x[3]);
-          if (is_upper) {
-            Ldmatrix(x, at.Block(C::kDAqk, I, J));
-            Mma<Bf16>(sum_q[0], k_left, x[0], x[1]);
-            Mma<Bf16>(sum_q[1], k_left, x[2], x[3]);
-          } else {
-            const uint32_t(&qJ)[2][2] = qf[J - low];
-            const uint32_t q_left[4] = {qJ[0][0], qJ[0][1], qJ[1][0], qJ[1][1]};
-            LdmatrixTrans(x, at.BlockForTrans(C::kDAqk, J, I));
-            Mma<Bf16>(sum_k[0], q_left, x[0], x[1]);
-            Mma<Bf16>(sum_k[1], q_left, x[2], x[3]);
-          }
-        }
+  for (int i = 0; i < 4; ++i) {
+    const float between = n == 0 ? eight[1][i >> 1] : n == 3 ? eight[2][i >> 1] : 1.f;
+    f[i] = (n < 2 ? decays.to[i] : decays.from[i]) * between;
+  }
+}
+
+// Level 16: pairs of the two 16 tokens of a side.
+template <typename Type>
+__device__ __forceinline__ void AddPairsOf16(float (&dq)[4][4], float (&dk)[4][4],
+                                             float (&dG)[4][4], const float (&eight)[4][2],
+                                             uint32_t smem, int tid) {
+  using C = GradientsConfig;
+  const GradientPlace at(smem, Opaque(tid));
+  uint32_t q[4], k[4], qf[2][2], kf[2][2][2];
+  LdmatrixTrans(q, smem + C::kQ + at.own + 16 * 128);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int n = 2 * I + half;
-          AddLevel(dq[n], dk[n], dG[n], sum_q[half], sum_k[half], f[I - low][half],
-                   qf[I - low][half], kf[I - low][half],
-                   is_upper ? 1.f : -1.f);
-        }
-      }
+  for (int n = 0; n < 4; ++n) {
+    if ((n & 1) == 0) LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
+    float f[4];
+    DecaysOf16(f, eight, at, n);
+    Decayed<Type>(kf[n >> 1][n & 1], &k[2 * (n & 1)], f);
+    if (n >= 2) Decayed<Type>(qf[n & 1], &q[2 * (n & 1)], f);
+  }
+#pragma unroll
+  for (int I = 0; I < 2; ++I) {
+    __syncwarp();
+    const int own = 2 * at.side + I, other = 2 * at.side + (I ^ 1);
+    const uint32_t(&kJ)[2][2] = kf[I ^ 1];
+    const uint32_t k_left[4] = {kJ[0][0], kJ[0][1], kJ[1][0], kJ[1][1]};
+    float sum_q[2][4] = {}, sum_k[2][4] = {};
+    uint32_t x[4];
+    Ldmatrix(x, at.Block(C::kDAkk, own, other));
+    Mma<Bf16>(sum_k[0], k_left, x[0], x[1]);
+    Mma<Bf16>(sum_k[1], k_left, x[2], x[3]);
+    if (I == 1) {
+      Ldmatrix(x, at.Block(C::kDAqk, own, other));
+      Mma<Bf16>(sum_q[0], k_left, x[0], x[1]);
+      Mma<Bf16>(sum_q[1], k_left, x[2], x[3]);
+    } else {
+      const uint32_t q_left[4] = {qf[0][0], qf[0][1], qf[1][0], qf[1][1]};
+      LdmatrixTrans(x, at.BlockForTrans(C::kDAqk, other, own));
+      Mma<Bf16>(sum_k[0], q_left, x[0], x[1]);
+      Mma<Bf16>(sum_k[1], q_left, x[2], x[3]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int n = 2 * I + half;
+      float f[4];
+      DecaysOf16(f, eight, at, n);
+      AddLevel(dq[n], dk[n], dG[n], sum_q[half], sum_k[half], f, qf[half], kf[I][half],
+               I == 1 ? 1.f : -1.f);
     }
   }
 }
@@ -637,19 +728,20 @@ __device__ __forceinline__ void AddPairsAcross(float (&dq)[8][4], float (&dk)[8]
 // Levels 8, 4, 2 and 1. At the last three a pair of 8 tokens is of a level if that is the highest bit
 // of its places, xored.
 template <typename Type>
-__device__ __forceinline__ void AddPairsWithin(float (&dq)[8][4], float (&dk)[8][4],
-                                               float (&dG)[8][4], uint32_t smem, int tid) {
+__device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4][4],
+                                               float (&dG)[4][4], uint32_t smem, int tid) {
   using C = GradientsConfig;
   const GradientPlace at(smem, Opaque(tid));
   const bool of_4 = (at.g >> 2) != (at.t >> 1), of_2 = !of_4 && (at.g >> 1 & 1) != (at.t & 1);
   const uint32_t masks[3] = {of_4 || of_2 ? 0u : ~0u, of_2 ? ~0u : 0u, of_4 ? ~0u : 0u};
 #pragma unroll
-  for (int I = 0; I < 4; ++I) {
+  for (int I = 0; I < 2; ++I) {
     __syncwarp();
+    const int of_all = 2 * at.side + I;
     uint32_t by_row[4], by_column[4], keys[4];
-    Ldmatrix(by_row, at.Block(C::kDAqk, I, I));
-    LdmatrixTrans(by_column, at.BlockForTrans(C::kDAqk, I, I));
-    Ldmatrix(keys, at.Block(C::kDAkk, I, I));
+    Ldmatrix(by_row, at.Block(C::kDAqk, of_all, of_all));
+    LdmatrixTrans(by_column, at.BlockForTrans(C::kDAqk, of_all, of_all));
+    Ldmatrix(keys, at.Block(C::kDAkk, of_all, of_all));
     uint32_t q[4], k[4];
     LdmatrixTrans(q, smem + C::kQ + at.own + I * 16 * 128);
     LdmatrixTrans(k, smem + C::kK + at.own + I * 16 * 128);
@@ -710,7 +802,7 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[8][4], float (&dk)[8]
 
 // dG -> dg -> the gradient of the gate's input, in g's place, and of its parameters.
 template <typename G>
-__device__ __forceinline__ void FinishGates(float (&dG)[8][4], float (&outside)[2], uint32_t smem,
+__device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[2], uint32_t smem,
                                             int tid, const FwdParams& p, const GradientStep& s,
                                             float* sums) {
   using C = GradientsConfig;
@@ -723,9 +815,32 @@ __device__ __forceinline__ void FinishGates(float (&dG)[8][4], float (&outside)[
     outside[c] += __shfl_xor_sync(~0u, outside[c], 1);
     outside[c] += __shfl_xor_sync(~0u, outside[c], 2);
   }
+  // What lies on the other side: all of it from outside, and dG of later tokens.
+  {
+    float total[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      total[c] = (dG[0][2 * c] + dG[0][2 * c + 1] + dG[1][2 * c] + dG[1][2 * c + 1]) +
+                 (dG[2][2 * c] + dG[2][2 * c + 1] + dG[3][2 * c] + dG[3][2 * c + 1]);
+      total[c] += __shfl_xor_sync(~0u, total[c], 1);
+      total[c] += __shfl_xor_sync(~0u, total[c], 2);
+    }
+    __syncthreads();  // dAqk and dAkk have been read by all
+    const uint32_t sides = smem + C::kSides + at.channel * 8;
+    if (at.t == 0) {
+      StsF32x2(sides + at.side * kHead * 8, total[0], outside[0]);
+      StsF32x2(sides + at.side * kHead * 8 + 64, total[1], outside[1]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float2 other = LdsF32x2(sides + (at.side ^ 1) * kHead * 8 + c * 64);
+      outside[c] += (at.side ? 0.f : other.x) + other.y;
+    }
+  }
   float dA_log = 0.f, ddt_bias[2] = {0.f, 0.f};
 #pragma unroll
-  for (int n = 7; n >= 0; --n) {
+  for (int n = 3; n >= 0; --n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float(&d)[4] = dG[n];
@@ -740,14 +855,14 @@ __device__ __forceinline__ void FinishGates(float (&dG)[8][4], float (&outside)[
   }
   // By the gate's input. g is read again: its tile is this warp's alone, and dg goes there.
 #pragma unroll
-  for (int I = 0; I < 4; ++I) {
+  for (int I = 0; I < 2; ++I) {
     uint32_t g_raw[4], packed[4];
     const float4 alpha[2] = {LdsF32x4(at.Alphas(2 * I)),
                              LdsF32x4(at.Alphas(2 * I + 1))};
     LoadGates<G>(g_raw, smem + C::kG + at.own + I * 16 * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int n = 2 * I + (i >> 1), c = i & 1, token = 8 * n + 2 * at.t;
+      const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
       const uint32_t wide = smem + C::kG + token * C::kWideRow + (at.channel + 8 * c) * 4;
       const float2 pair = GatePairAt<G>(g_raw[i], smem + C::kG, token, at.channel + 8 * c);
       const float x[2] = {pair.x, pair.y};
@@ -789,20 +904,20 @@ __device__ __forceinline__ void FinishGates(float (&dG)[8][4], float (&outside)[
     for (int c = 0; c < 2; ++c) {
       ddt_bias[c] += __shfl_xor_sync(~0u, ddt_bias[c], 1);
       ddt_bias[c] += __shfl_xor_sync(~0u, ddt_bias[c], 2);
-      if (at.t == 0) sums[at.channel + 8 * c] = ddt_bias[c];
+      if (at.t == 0) sums[at.side * kHead + at.channel + 8 * c] = ddt_bias[c];
     }
-    if (at.lane == 0) sums[kHead + at.warp] = dA_log;
+    if (at.lane == 0) sums[2 * kHead + at.side * 8 + at.warp] = dA_log;
   }
 }
 
 // Value heads of a group are added up in their order, by the thread that has the element.
-__device__ __forceinline__ void AddGroup(float (&dq)[8][4], float (&dk)[8][4],
+__device__ __forceinline__ void AddGroup(float (&dq)[4][4], float (&dk)[4][4],
                                          const BwdWorkspace& ws, int tid, bool add, bool last) {
   float* sums = ws.group_sums + int64_t{blockIdx.x} * kGroupSums * kGradientThreads + tid;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < 16; ++i) {
     float* at_q = sums + i * kGradientThreads;
-    float* at_k = at_q + 32 * kGradientThreads;
+    float* at_k = at_q + 16 * kGradientThreads;
     float& q = dq[i >> 2][i & 3];
     float& k = dk[i >> 2][i & 3];
     if (add) {
@@ -816,27 +931,28 @@ __device__ __forceinline__ void AddGroup(float (&dq)[8][4], float (&dk)[8][4],
   }
 }
 
-// One step of a sum over lanes: 2 kKeep values become kKeep, the upper ones on lanes with bit kKeep.
+// One step of a sum over lanes: 2 kKeep values become kKeep, the upper ones on lanes with bit
+// 2 kKeep.
 template <int kKeep>
-__device__ __forceinline__ void FoldSums(float (&x)[32], int lane) {
+__device__ __forceinline__ void FoldSums(float (&x)[16], int lane) {
 #pragma unroll
   for (int i = 0; i < kKeep; ++i) {
     const float low = x[i], high = x[i + kKeep];
-    x[i] = (lane & kKeep ? high : low) + __shfl_xor_sync(~0u, lane & kKeep ? low : high, kKeep);
+    x[i] = (lane & 2 * kKeep ? high : low) + __shfl_xor_sync(~0u, lane & 2 * kKeep ? low : high, 2 * kKeep);
   }
 }
 
 // dq and dk of the normalised rows -> of the rows as they are given, in the places of q and k.
 template <bool kL2Norm, typename Type>
-__device__ __forceinline__ void FinishKeys(float (&dq)[8][4], float (&dk)[8][4], uint32_t smem,
+__device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem,
                                            int tid) {
   using C = GradientsConfig;
   const GradientPlace at(smem, Opaque(tid));
   if (kL2Norm) {
     // q . dq and k . dk of every token: over a lane's channels, its warp's, all warps'.
-    float dots[32];
+    float dots[16];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = 0; n < 4; ++n) {
       uint32_t q[4], k[4];
       LdmatrixTrans(q, smem + C::kQ + at.own + (n >> 1) * 16 * 128);
       LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
@@ -845,18 +961,15 @@ __device__ __forceinline__ void FinishKeys(float (&dq)[8][4], float (&dk)[8][4],
       const float2 k0 = Unpack<Type>(k[half]), k1 = Unpack<Type>(k[half + 1]);
       dots[2 * n] = fmaf(q0.x, dq[n][0], q1.x * dq[n][2]);
       dots[2 * n + 1] = fmaf(q0.y, dq[n][1], q1.y * dq[n][3]);
-      dots[16 + 2 * n] = fmaf(k0.x, dk[n][0], k1.x * dk[n][2]);
-      dots[16 + 2 * n + 1] = fmaf(k0.y, dk[n][1], k1.y * dk[n][3]);
+      dots[8 + 2 * n] = fmaf(k0.x, dk[n][0], k1.x * dk[n][2]);
+      dots[8 + 2 * n + 1] = fmaf(k0.y, dk[n][1], k1.y * dk[n][3]);
     }
-    __syncthreads();  // dAqk has been read by all
-FoldSums<16>(dots, at.lane);
     FoldSums<8>(dots, at.lane);
     FoldSums<4>(dots, at.lane);
-    // What is left is of q or k by lane bit 16, of n = 2 (bits 8 and 4) and the one after.
-    const int first = (at.lane >> 4) * kChunk + (at.lane >> 2 & 3) * 16 + 2 * at.t;
-    const uint32_t to = smem + C::kDots + (at.warp * 2 * kChunk + first) * 4;
-    StsF32x2(to, dots[0], dots[1]);
-    StsF32x2(to + 32, dots[2], dots[3]);
+    FoldSums<2>(dots, at.lane);
+    // What is left is of q or k by lane bit 16, of n by the next two.
+    const int first = (at.lane >> 4) * kChunk + (at.lane >> 2 & 3) * 8 + at.token;
+    StsF32x2(smem + C::kDots + (at.warp * 2 * kChunk + first) * 4, dots[0], dots[1]);
     __syncthreads();
     if (tid < 2 * kChunk) {
       float sum = 0.f;
@@ -870,10 +983,10 @@ FoldSums<16>(dots, at.lane);
   }
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
-    float(&d)[8][4] = which == 0 ? dq : dk;
+    float(&d)[4][4] = which == 0 ? dq : dk;
     const uint32_t tile = which == 0 ? smem + C::kQ + at.own : smem + C::kK + at.own;
 #pragma unroll
-    for (int I = 0; I < 4; ++I) {
+    for (int I = 0; I < 2; ++I) {
       uint32_t x[4], o[4];
       LdmatrixTrans(x, tile + I * 16 * 128);
 #pragma unroll
@@ -881,7 +994,7 @@ FoldSums<16>(dots, at.lane);
         const int n = 2 * I + (i >> 1), c = i & 1;
         float2 dx = {d[n][2 * c], d[n][2 * c + 1]};
         if (kL2Norm) {
-          const uint32_t of_token = smem + (which * kChunk + 8 * n + 2 * at.t) * 4;
+          const uint32_t of_token = smem + (which * kChunk + at.token + 8 * n) * 4;
           const float2 dot = LdsF32x2(of_token + C::kDots), r = LdsF32x2(of_token + C::kNorms);
           const float2 pair = Unpack<Type>(x[i]);
           dx = {r.x * fmaf(-pair.x, dot.x, dx.x), r.y * fmaf(-pair.y, dot.y, dx.y)};
@@ -916,7 +1029,7 @@ __device__ __forceinline__ void StoreGradients(uint32_t smem, int tid, const Gra
     }
   }
   if (valid < kChunk) {
-    for (int row = tid >> 4; row < valid; row += 16) {
+    for (int row = tid >> 4; row < valid; row += kGradientThreads / 16) {
       const int piece = tid & 15;
       const uint32_t from = smem + (piece >> 3) * kHalfTile + Swizzled(row, piece & 7);
       const int64_t token = s.chunk.token + row;
@@ -945,38 +1058,50 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   const int tid = threadIdx.x;
   const FwdParams& p = b.fwd;
   const uint32_t items = GradientItems(p, ws.fwd);
-  GradientStep s = FindGradientStep(p, ws.fwd, blockIdx.x, 0);
-  if (s.item >= items) return;
+  // Steps are in shared memory: registers are short.
+  static_assert(sizeof(GradientStep) <= 64 && C::kSteps % 8 == 0);
+  auto step = [&](uint32_t which) {
+    return reinterpret_cast<GradientStep*>(shared + C::kSteps + which * 64);
+  };
   if (tid == 0) {
+    const GradientStep s = FindGradientStep(p, ws.fwd, blockIdx.x, 0);
+    *step(0) = s;
     MbarrierInit(smem + C::kRecordFull, 1);
     MbarrierInit(smem + C::kInputsFull, 1);
     FenceMbarrierInit();
-    LoadInputs<G>(smem, maps, p, s);
-    LoadRecord(smem, maps, p, ws, s);
+    if (s.item < items) {
+      LoadInputs<G>(smem, maps, p, s);
+      LoadRecord(smem, maps, p, ws, s);
+    }
   }
   __syncthreads();
-  for (uint32_t parity = 0; s.item < items; parity ^= 1) {
+  for (uint32_t parity = 0; step(parity)->item < items; parity ^= 1) {
+    const GradientStep& s = *step(parity);
     MbarrierWait(smem + C::kInputsFull, parity);
-    if (kL2Norm) GradientNorms(smem, tid);
     MbarrierWait(smem + C::kRecordFull, parity);
-    PairGradients(smem, tid, b, s);
+    if (tid < kGradientThreads / 2) {
+      PairGradients(smem, tid, b, s);
+    } else if (kL2Norm) {
+      GradientNorms(smem, tid);
+    }
     __syncthreads();
     PrepareOperands<kL2Norm, G>(smem, tid, p, s);
-    float dq[8][4] = {}, dk[8][4] = {}, dG[8][4] = {}, outside[2];
+    float dq[4][4] = {}, dk[4][4] = {}, dG[4][4] = {}, outside[2], eight[4][2];
     StateProducts(dq, dk, dG, outside, smem, tid, p.scale, s.chunk.valid);
     __syncthreads();  // the record has been read
+    ExchangeOperands<Type>(eight, smem, tid);
+    __syncthreads();
+    AddStateParts<Type>(dq, dk, dG, outside, eight, smem, tid);
+    __syncwarp();  // ends what ptxas keeps of shared memory in registers, where they are short
+    AddPairsOfSides(dq, dk, dG, eight, smem, tid);
+    FenceProxyAsync();
+    __syncthreads();  // what was exchanged has been read
     if (tid == 0) {
       const GradientStep next = NextGradientStep(p, ws.fwd, s);
+      *step(parity ^ 1) = next;
       if (next.item < items) LoadRecord(smem, maps, p, ws, next);
     }
-    {
-      float eight[8][2];
-      // A barrier ends what ptxas keeps of shared memory in registers, where they are short.
-      AddStateParts<Type>(dq, dk, dG, outside, eight, smem, tid);
-      __syncwarp();
-      AddPairsAcross<Type>(dq, dk, dG, eight, smem, tid);
-      __syncwarp();
-    }
+    AddPairsOf16<Type>(dq, dk, dG, eight, smem, tid);
     AddPairsWithin<Type>(dq, dk, dG, smem, tid);
     FinishGates<G>(dG, outside, smem, tid, p, s,
                    ws.parameter_sums + (int64_t{s.slot} * p.HV + s.h) * kParameterSums);
@@ -985,11 +1110,11 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     FenceProxyAsync();
     __syncthreads();
     StoreGradients<G>(smem, tid, maps, b, s);
-    s = NextGradientStep(p, ws.fwd, s);
     if (tid == 0) {
       BulkCommit();
       BulkWaitRead();
-      if (s.item < items) LoadInputs<G>(smem, maps, p, s);
+      const GradientStep& next = *step(parity ^ 1);
+      if (next.item < items) LoadInputs<G>(smem, maps, p, next);
     }
   }
   if (tid == 0) BulkWait();

@@ -29,11 +29,12 @@ inline constexpr int kY = kE + kTile;         // [64, V]  dv = diag(beta) y
 inline constexpr int kBytes = kY + kTile;
 }  // namespace record
 
-// What a chunk and value head adds to the gate's parameters: ddt_bias [K], dA_log of eight warps.
-inline constexpr int kParameterSums = kHead + 8;
+// What a chunk and value head adds to the gate's parameters: ddt_bias [2, K] of either half of its
+// tokens, dA_log of 16 warps.
+inline constexpr int kParameterSums = 2 * kHead + 16;
 // Blocks of the gradients kernel, one an SM of an H100 or H200. With grouped value heads each keeps
-// the sums of dq and dk of its chunk between heads: 64 numbers a thread.
-inline constexpr int kGradientBlocks = 132, kGradientThreads = 256, kGroupSums = 64;
+// the sums of dq and dk of its chunk between heads: 32 numbers a thread.
+inline constexpr int kGradientBlocks = 132, kGradientThreads = 512, kGroupSums = 32;
 
 struct BwdWorkspace {
   Workspace fwd;          // images of image::kGradientBytes

@@ -1,6 +1,6 @@
 // Sums: what the chunks of a row add to dA_log and ddt_bias, in one order whatever the grid is.
 //
-// Grid: x = (row, value head). Block: parts of 160 threads, of which 136 take a number each; part i
+// Grid: x = (row, value head). Block: parts of 288 threads, of which 272 take a number each; part i
 // adds up every kParts-th chunk from the i-th on, and the parts are added in order.
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace jax_kda::sm90 {
 
 struct SumsConfig {
-  static constexpr int kParts = 6, kWidth = 160, kThreads = kParts * kWidth;
+  static constexpr int kParts = 3, kWidth = 288, kThreads = kParts * kWidth;
   static_assert(kWidth >= kParameterSums && kThreads <= 1024);
 };
 
@@ -46,12 +46,12 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   for (int n = 1; n < C::kParts; ++n) sum += parts[n][i];
   if (malformed) sum = NAN;
   parts[0][i] = sum;
-  if (i < kHead && b.ddt_bias != nullptr) {
-    b.ddt_bias[int64_t{blockIdx.x} * kHead + i] = sum;
-  }
   BarSync(1, C::kWidth);
-  if (i == kHead && b.dA_log != nullptr) {
-    for (int w = 1; w < kParameterSums - kHead; ++w) sum += parts[0][kHead + w];
+  if (i < kHead && b.ddt_bias != nullptr) {
+    b.ddt_bias[int64_t{blockIdx.x} * kHead + i] = sum + parts[0][kHead + i];
+  }
+  if (i == 2 * kHead && b.dA_log != nullptr) {
+    for (int w = i + 1; w < kParameterSums; ++w) sum += parts[0][w];
     b.dA_log[blockIdx.x] = sum;
   }
 }
