@@ -18,8 +18,9 @@ from test_gradients import draw_cotangents, gradients
 
 pytestmark = pytest.mark.gpu
 
-# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels.
-BOUND, BOUND_A_LOG = 8e-3, 3e-2
+# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, a number a
+# token, is a sum that may cancel too, and fares worse with bf16 operands, which q and k as given take.
+BOUND, BOUND_A_LOG, BOUND_RAW_BETA = 8e-3, 3e-2, 1.5e-2
 
 
 def on_gpu(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def check(x: dict[str, Any], bound: float = BOUND, **options: Any) -> dict[str, 
     for name, gradient in actual.items():
         assert gradient.dtype == x[name].dtype
         limit = max(bound, BOUND_A_LOG) if name == "A_log" else bound
+        if name == "beta" and not options["use_qk_l2norm_in_kernel"]:
+            limit = max(limit, BOUND_RAW_BETA)
         assert_close(gradient, expected[name], limit, f"gradient of {name}")
     return actual
 

@@ -47,6 +47,9 @@ struct GradientsConfig {
   // the next record, and of dAkk at last.
   static constexpr int kLowerK = kDo, kUpperK = kDo + 8192, kUpperQ = kDo + 16384;  // operands
   static constexpr int kTotals = kDo + 24576;  // [2, K] fp32  decay over a side
+  // [4, 2, K] of two fp32: decay from a side's start to n-tile n, and after it to the side's end
+  static constexpr int kAround = kTotals + 2 * kHead * 4;
+  static_assert(kAround + 4 * 2 * kHead * 8 <= kState);
   static constexpr int kSides = kDAkk;         // [2, K] of two fp32: sums of dG and of `outside`
   static constexpr int kDots = kDAqk;          // [8, 128] fp32
   static constexpr int kG = kDAkk + kMatrix;  // a tile, or 64 wide rows
@@ -67,6 +70,7 @@ struct GradientMaps {
 
 // What a block does next: one chunk, one query/key head and one of its value heads. 32 bits hold all
 // items, whose images are 72 KB each.
+inline constexpr uint32_t kNoItem = ~0u;
 struct GradientStep {
   uint32_t item;  // (chunk slot, query/key head)
   uint32_t r;     // which value head of the group
@@ -90,8 +94,9 @@ __device__ inline GradientStep FindGradientStep(const FwdParams& p, const Worksp
     s.hq = s.item - s.slot * H;
     s.h = s.hq * group + r;
     s.chunk = FindChunk(p, ws, s.slot);
-    if (s.chunk.valid > 0) break;
+    if (s.chunk.valid > 0) return s;
   }
+  s.item = kNoItem;
   return s;
 }
 __device__ inline GradientStep NextGradientStep(const FwdParams& p, const Workspace& ws,
@@ -149,9 +154,9 @@ struct Corners {
 
 // 1 / norm of 16 rows of q (warps 8-11) or k (warps 12-15), as in prepare but never 0: the gradient of
 // a row of zeros is not 0.
-__device__ __forceinline__ void GradientNorms(uint32_t smem, int tid) {
+__device__ __forceinline__ void GradientNorms(uint32_t smem) {
   using C = GradientsConfig;
-  tid = Opaque(tid);
+  const int tid = ThreadIndex();
   const int warp = (tid >> 5) - 8, lane = tid & 31;
   const Corners at(lane);
   const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
@@ -174,10 +179,10 @@ __device__ __forceinline__ void GradientNorms(uint32_t smem, int tid) {
 
 // dAqk (warps 0-3) and dAkk (warps 4-7), 16 rows a warp; the diagonals apart: of dAqk, which no
 // decay is between, and of y e^T, which is dbeta.
-__device__ __forceinline__ void PairGradients(uint32_t smem, int tid, const BwdParams& b,
+__device__ __forceinline__ void PairGradients(uint32_t smem, const BwdParams& b,
                                               const GradientStep& s) {
   using C = GradientsConfig;
-  tid = Opaque(tid);
+  const int tid = ThreadIndex();
   const int warp = tid >> 5, lane = tid & 31;
   const Corners at(lane);
   const bool of_q = warp < 4;
@@ -266,19 +271,24 @@ struct GradientPlace {
   uint32_t smem;
   uint32_t own;     // this warp's channels of its first 16 tokens, of a tile
   uint32_t alphas;  // exp(g) of the first n-tile
+  uint32_t around;  // kAround of the first n-tile; 64 bytes on, that of the second channel
   static constexpr int kSixteen = 16 * 128;  // bytes from 16 rows of a tile to the next
 
-  __device__ __forceinline__ GradientPlace(uint32_t smem_, int tid)
+  __device__ __forceinline__ explicit GradientPlace(uint32_t smem_, int tid = ThreadIndex())
       : warp(tid >> 5 & 7), lane(tid & 31), g(lane >> 2), t(lane & 3), side(tid >> 8),
         token(side * 32 + 2 * t), channel(warp * 16 + g), corners(lane), smem(smem_),
         own((warp >> 2) * kHalfTile + Column() + side * 2 * kSixteen),
-        alphas(smem + GradientsConfig::kAlpha + tid * 16) {}
+        alphas(smem + GradientsConfig::kAlpha + tid * 16),
+        around(smem + GradientsConfig::kAround + (side * kHead + channel) * 8) {}
 
   __device__ __forceinline__ uint32_t Column() const {
     return Swizzled(corners.right_first_row, (warp & 3) * 2 + corners.right_first_piece);
   }
   __device__ __forceinline__ uint32_t Alphas(int n) const {
     return alphas + n * (kGradientThreads * 16);
+  }
+  __device__ __forceinline__ float2 Around(int n, int c) const {
+    return LdsF32x2(around + n * 2 * kHead * 8 + c * 64);
   }
   // Of what the sides exchange, this warp's operand of 16 tokens.
   __device__ __forceinline__ uint32_t Exchanged(int operand, int I) const {
@@ -391,20 +401,13 @@ __device__ __forceinline__ void AddLevel(Elements& dq, Elements& dk, Elements& d
 }
 
 // Decays at level 32 of n-tile n: to the side's end, or from its start.
-__device__ __forceinline__ void DecaysOf32(float (&f)[4], const float (&eight)[4][2],
-                                           const GradientPlace& at, int n) {
+__device__ __forceinline__ void DecaysOf32(float (&f)[4], const GradientPlace& at, int n) {
   const Decays decays(at.Alphas(n), at.t, 3);
-  float between[2] = {1.f, 1.f};
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (m != n && at.side == (m < n)) between[c] *= eight[m][c];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    f[i] = (at.side ? decays.from[i] : decays.to[i]) * between[i >> 1];
+  for (int c = 0; c < 2; ++c) {
+    const float2 around = at.Around(n, c);
+    f[2 * c] = at.side ? decays.from[2 * c] * around.x : decays.to[2 * c] * around.y;
+    f[2 * c + 1] = at.side ? decays.from[2 * c + 1] * around.x : decays.to[2 * c + 1] * around.y;
   }
 }
 
@@ -428,10 +431,10 @@ struct ChannelGate {
 
 // q and k normalised, in their places, and exp(g): of this warp's channels.
 template <bool kL2Norm, typename G>
-__device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const FwdParams& p,
+__device__ __forceinline__ void PrepareOperands(uint32_t smem, const FwdParams& p,
                                                 const GradientStep& s) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
   const int valid = s.chunk.valid;
 #pragma unroll
@@ -479,9 +482,9 @@ __device__ __forceinline__ void PrepareOperands(uint32_t smem, int tid, const Fw
 // dS adds to dg of every token.
 __device__ __forceinline__ void StateProducts(float (&dq)[4][4], float (&dk)[4][4],
                                               float (&dG)[4][4], float (&outside)[2], uint32_t smem,
-                                              int tid, float scale, int valid) {
+                                              float scale, int valid) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   const uint32_t own_state = (at.warp >> 2) * record::kStateHalf + at.Column();
   float S_dS[2] = {0.f, 0.f};
 #pragma unroll 1
@@ -531,28 +534,33 @@ __device__ __forceinline__ void StateProducts(float (&dq)[4][4], float (&dk)[4][
 }
 
 // What the other side takes from this one: its operands of level 32, and the decay over it.
-// `eight`: decays over eight tokens.
 template <typename Type>
-__device__ __forceinline__ void ExchangeOperands(float (&eight)[4][2], uint32_t smem, int tid) {
+__device__ __forceinline__ void ExchangeOperands(uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
+  {
+    float eight[4][2];  // decays over eight tokens
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const float4 alpha = LdsF32x4(at.Alphas(n));
-    eight[n][0] = alpha.x * alpha.y;
-    eight[n][1] = alpha.z * alpha.w;
+    for (int n = 0; n < 4; ++n) {
+      const Decays decays(at.Alphas(n), at.t, 3);
+      eight[n][0] = decays.all[0];
+      eight[n][1] = decays.all[1];
+    }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      eight[n][c] *= __shfl_xor_sync(~0u, eight[n][c], 1);
-      eight[n][c] *= __shfl_xor_sync(~0u, eight[n][c], 2);
+      if (at.t == 0) {
+        const float first = eight[0][c] * eight[1][c], last = eight[2][c] * eight[3][c];
+        StsF32(smem + C::kTotals + (at.side * kHead + at.channel + 8 * c) * 4, first * last);
+        auto store = [&](int n, float before, float after) {
+          StsF32x2(at.around + n * 2 * kHead * 8 + c * 64, before, after);
+        };
+        store(0, 1.f, eight[1][c] * last);
+        store(1, eight[0][c], last);
+        store(2, first, eight[3][c]);
+        store(3, first * eight[2][c], 1.f);
+      }
     }
-  }
-  if (at.t == 0) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      StsF32(smem + C::kTotals + (at.side * kHead + at.channel + 8 * c) * 4,
-             (eight[0][c] * eight[1][c]) * (eight[2][c] * eight[3][c]));
-    }
+    __syncwarp();
   }
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
@@ -562,7 +570,7 @@ __device__ __forceinline__ void ExchangeOperands(float (&eight)[4][2], uint32_t 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float f[4];
-      DecaysOf32(f, eight, at, 2 * I + half);
+      DecaysOf32(f, at, 2 * I + half);
       Decayed<Type>(kf[half], &k[2 * half], f);
       Decayed<Type>(qf[half], &q[2 * half], f);
     }
@@ -579,18 +587,13 @@ __device__ __forceinline__ void ExchangeOperands(float (&eight)[4][2], uint32_t 
 template <typename Type>
 __device__ __forceinline__ void AddStateParts(float (&dq)[4][4], float (&dk)[4][4],
                                               float (&dG)[4][4], float (&outside)[2],
-                                              const float (&eight)[4][2], uint32_t smem, int tid) {
+                                              uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
-  float before[2], after[4][2];
+  const GradientPlace at(smem);
+  float other[2];  // decay over the other side
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    const float other =
-        LdsF32(smem + C::kTotals + ((at.side ^ 1) * kHead + at.channel + 8 * c) * 4);
-    before[c] = at.side ? other : 1.f;
-    after[3][c] = at.side ? 1.f : other;
-#pragma unroll
-    for (int n = 2; n >= 0; --n) after[n][c] = after[n + 1][c] * eight[n + 1][c];
+    other[c] = LdsF32(smem + C::kTotals + ((at.side ^ 1) * kHead + at.channel + 8 * c) * 4);
   }
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -599,6 +602,13 @@ __device__ __forceinline__ void AddStateParts(float (&dq)[4][4], float (&dk)[4][
     LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
     const Decays f(at.Alphas(n), at.t, 3);
     const float2 diagonal = LdsF32x2(smem + C::kDiagonal + (at.token + 8 * n) * 4);
+    float before[2], after[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float2 around = at.Around(n, c);
+      before[c] = at.side ? around.x * other[c] : around.x;
+      after[c] = at.side ? around.y : around.y * other[c];
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int c = i >> 1;
@@ -606,7 +616,7 @@ __device__ __forceinline__ void AddStateParts(float (&dq)[4][4], float (&dk)[4][
                    k_pair = Unpack<Type>(k[(n & 1) * 2 + c]);
       const float qi = i & 1 ? q_pair.y : q_pair.x, ki = i & 1 ? k_pair.y : k_pair.x;
       const float d = i & 1 ? diagonal.y : diagonal.x;
-      const float from = f.from[i] * before[c], to = f.to[i] * after[n][c];
+      const float from = f.from[i] * before[c], to = f.to[i] * after[c];
       const float read_q = dq[n][i] * from, read_k = dk[n][i] * from, written = dG[n][i] * to;
       const float kept = ki * written;
       outside[c] += kept;
@@ -614,20 +624,18 @@ __device__ __forceinline__ void AddStateParts(float (&dq)[4][4], float (&dk)[4][
       dq[n][i] = fmaf(d, ki, read_q);
       dk[n][i] = fmaf(d, qi, read_k + written);
     }
-    before[0] *= eight[n][0];
-    before[1] *= eight[n][1];
   }
 }
 
 // Level 32: pairs of the two sides.
 __device__ __forceinline__ void AddPairsOfSides(float (&dq)[4][4], float (&dk)[4][4],
-                                                float (&dG)[4][4], const float (&eight)[4][2],
-                                                uint32_t smem, int tid) {
+                                                float (&dG)[4][4], uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   const bool is_upper = at.side;
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
+    __syncwarp();
     float sum_q[2][4] = {}, sum_k[2][4] = {};
 #pragma unroll
     for (int J = 0; J < 2; ++J) {
@@ -657,7 +665,7 @@ __device__ __forceinline__ void AddPairsOfSides(float (&dq)[4][4], float (&dk)[4
     for (int half = 0; half < 2; ++half) {
       const int n = 2 * I + half;
       float f[4];
-      DecaysOf32(f, eight, at, n);
+      DecaysOf32(f, at, n);
       AddLevel(dq[n], dk[n], dG[n], sum_q[half], sum_k[half], f, qf[half], kf[half],
                is_upper ? 1.f : -1.f);
     }
@@ -666,30 +674,29 @@ __device__ __forceinline__ void AddPairsOfSides(float (&dq)[4][4], float (&dk)[4
 
 // Decays at level 16 of n-tile n: to the end of the side's first 16 tokens, or from the start of the
 // second.
-__device__ __forceinline__ void DecaysOf16(float (&f)[4], const float (&eight)[4][2],
-                                           const GradientPlace& at, int n) {
+__device__ __forceinline__ void DecaysOf16(float (&f)[4], const GradientPlace& at, int n) {
   const Decays decays(at.Alphas(n), at.t, 3);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float between = n == 0 ? eight[1][i >> 1] : n == 3 ? eight[2][i >> 1] : 1.f;
-    f[i] = (n < 2 ? decays.to[i] : decays.from[i]) * between;
-  }
+  for (int i = 0; i < 4; ++i) f[i] = n < 2 ? decays.to[i] : decays.from[i];
+  if (n == 1 || n == 2) return;
+  const Decays between(at.Alphas(n == 0 ? 1 : 2), at.t, 3);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f[i] *= between.all[i >> 1];
 }
 
 // Level 16: pairs of the two 16 tokens of a side.
 template <typename Type>
 __device__ __forceinline__ void AddPairsOf16(float (&dq)[4][4], float (&dk)[4][4],
-                                             float (&dG)[4][4], const float (&eight)[4][2],
-                                             uint32_t smem, int tid) {
+                                             float (&dG)[4][4], uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   uint32_t q[4], k[4], qf[2][2], kf[2][2][2];
   LdmatrixTrans(q, smem + C::kQ + at.own + 16 * 128);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if ((n & 1) == 0) LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
     float f[4];
-    DecaysOf16(f, eight, at, n);
+    DecaysOf16(f, at, n);
     Decayed<Type>(kf[n >> 1][n & 1], &k[2 * (n & 1)], f);
     if (n >= 2) Decayed<Type>(qf[n & 1], &q[2 * (n & 1)], f);
   }
@@ -718,7 +725,7 @@ __device__ __forceinline__ void AddPairsOf16(float (&dq)[4][4], float (&dk)[4][4
     for (int half = 0; half < 2; ++half) {
       const int n = 2 * I + half;
       float f[4];
-      DecaysOf16(f, eight, at, n);
+      DecaysOf16(f, at, n);
       AddLevel(dq[n], dk[n], dG[n], sum_q[half], sum_k[half], f, qf[half], kf[I][half],
                I == 1 ? 1.f : -1.f);
     }
@@ -729,9 +736,9 @@ __device__ __forceinline__ void AddPairsOf16(float (&dq)[4][4], float (&dk)[4][4
 // of its places, xored.
 template <typename Type>
 __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4][4],
-                                               float (&dG)[4][4], uint32_t smem, int tid) {
+                                               float (&dG)[4][4], uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   const bool of_4 = (at.g >> 2) != (at.t >> 1), of_2 = !of_4 && (at.g >> 1 & 1) != (at.t & 1);
   const uint32_t masks[3] = {of_4 || of_2 ? 0u : ~0u, of_2 ? ~0u : 0u, of_4 ? ~0u : 0u};
 #pragma unroll
@@ -803,11 +810,10 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4]
 // dG -> dg -> the gradient of the gate's input, in g's place, and of its parameters.
 template <typename G>
 __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[2], uint32_t smem,
-                                            int tid, const FwdParams& p, const GradientStep& s,
-                                            float* sums) {
+                                            const FwdParams& p, const BwdWorkspace& ws,
+                                            const GradientStep& s) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
-  const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
+  const GradientPlace at(smem);
   const int valid = s.chunk.valid;
   // dG -> dg: the sum over this token and all later ones, and what comes from outside.
 #pragma unroll
@@ -825,7 +831,7 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
       total[c] += __shfl_xor_sync(~0u, total[c], 1);
       total[c] += __shfl_xor_sync(~0u, total[c], 2);
     }
-    __syncthreads();  // dAqk and dAkk have been read by all
+    __syncthreads();  // dAkk has been read by all
     const uint32_t sides = smem + C::kSides + at.channel * 8;
     if (at.t == 0) {
       StsF32x2(sides + at.side * kHead * 8, total[0], outside[0]);
@@ -853,6 +859,7 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
       outside[c] += two + other;
     }
   }
+  const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
   // By the gate's input. g is read again: its tile is this warp's alone, and dg goes there.
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
@@ -898,6 +905,7 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
     }
   }
   if (p.gate != Gate::kActivated) {
+    float* sums = ws.parameter_sums + (int64_t{s.slot} * p.HV + s.h) * kParameterSums;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) dA_log += __shfl_xor_sync(~0u, dA_log, bit);
 #pragma unroll
@@ -944,10 +952,9 @@ __device__ __forceinline__ void FoldSums(float (&x)[16], int lane) {
 
 // dq and dk of the normalised rows -> of the rows as they are given, in the places of q and k.
 template <bool kL2Norm, typename Type>
-__device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem,
-                                           int tid) {
+__device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem) {
   using C = GradientsConfig;
-  const GradientPlace at(smem, Opaque(tid));
+  const GradientPlace at(smem);
   if (kL2Norm) {
     // q . dq and k . dk of every token: over a lane's channels, its warp's, all warps'.
     float dots[16];
@@ -964,6 +971,7 @@ __device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4],
       dots[8 + 2 * n] = fmaf(k0.x, dk[n][0], k1.x * dk[n][2]);
       dots[8 + 2 * n + 1] = fmaf(k0.y, dk[n][1], k1.y * dk[n][3]);
     }
+    __syncthreads();  // dAqk has been read by all
     FoldSums<8>(dots, at.lane);
     FoldSums<4>(dots, at.lane);
     FoldSums<2>(dots, at.lane);
@@ -971,7 +979,7 @@ __device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4],
     const int first = (at.lane >> 4) * kChunk + (at.lane >> 2 & 3) * 8 + at.token;
     StsF32x2(smem + C::kDots + (at.warp * 2 * kChunk + first) * 4, dots[0], dots[1]);
     __syncthreads();
-    if (tid < 2 * kChunk) {
+    if (const int tid = ThreadIndex(); tid < 2 * kChunk) {
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < 8; ++w) {
@@ -1008,12 +1016,12 @@ __device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4],
 
 // Whole chunks leave by the copy engine; of a partial one the rows after `valid` are not ours.
 template <typename G>
-__device__ __forceinline__ void StoreGradients(uint32_t smem, int tid, const GradientMaps& maps,
+__device__ __forceinline__ void StoreGradients(uint32_t smem, const GradientMaps& maps,
                                                const BwdParams& b, const GradientStep& s) {
   using C = GradientsConfig;
   const FwdParams& p = b.fwd;
   const bool last = s.Last(p);
-  const int valid = s.chunk.valid;
+  const int tid = ThreadIndex(), valid = s.chunk.valid;
   if (valid >= kChunk && tid == 0) {
     if (last) {
       TmaStore(&maps.dq, smem + C::kQ, s.hq, s.chunk.token, 0);
@@ -1055,69 +1063,67 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
-  const int tid = threadIdx.x;
   const FwdParams& p = b.fwd;
-  const uint32_t items = GradientItems(p, ws.fwd);
   // Steps are in shared memory: registers are short.
   static_assert(sizeof(GradientStep) <= 64 && C::kSteps % 8 == 0);
   auto step = [&](uint32_t which) {
     return reinterpret_cast<GradientStep*>(shared + C::kSteps + which * 64);
   };
-  if (tid == 0) {
+  if (ThreadIndex() == 0) {
     const GradientStep s = FindGradientStep(p, ws.fwd, blockIdx.x, 0);
     *step(0) = s;
     MbarrierInit(smem + C::kRecordFull, 1);
     MbarrierInit(smem + C::kInputsFull, 1);
     FenceMbarrierInit();
-    if (s.item < items) {
+    if (s.item != kNoItem) {
       LoadInputs<G>(smem, maps, p, s);
       LoadRecord(smem, maps, p, ws, s);
     }
   }
   __syncthreads();
-  for (uint32_t parity = 0; step(parity)->item < items; parity ^= 1) {
+  for (uint32_t parity = 0; step(parity)->item != kNoItem; parity ^= 1) {
     const GradientStep& s = *step(parity);
     MbarrierWait(smem + C::kInputsFull, parity);
     MbarrierWait(smem + C::kRecordFull, parity);
-    if (tid < kGradientThreads / 2) {
-      PairGradients(smem, tid, b, s);
+    if (ThreadIndex() < kGradientThreads / 2) {
+      PairGradients(smem, b, s);
     } else if (kL2Norm) {
-      GradientNorms(smem, tid);
+      GradientNorms(smem);
     }
     __syncthreads();
-    PrepareOperands<kL2Norm, G>(smem, tid, p, s);
-    float dq[4][4] = {}, dk[4][4] = {}, dG[4][4] = {}, outside[2], eight[4][2];
-    StateProducts(dq, dk, dG, outside, smem, tid, p.scale, s.chunk.valid);
+    PrepareOperands<kL2Norm, G>(smem, p, s);
+    float dq[4][4] = {}, dk[4][4] = {}, dG[4][4] = {}, outside[2];
+    StateProducts(dq, dk, dG, outside, smem, p.scale, s.chunk.valid);
     __syncthreads();  // the record has been read
-    ExchangeOperands<Type>(eight, smem, tid);
+    ExchangeOperands<Type>(smem);
     __syncthreads();
-    AddStateParts<Type>(dq, dk, dG, outside, eight, smem, tid);
+    AddStateParts<Type>(dq, dk, dG, outside, smem);
     __syncwarp();  // ends what ptxas keeps of shared memory in registers, where they are short
-    AddPairsOfSides(dq, dk, dG, eight, smem, tid);
+    AddPairsOfSides(dq, dk, dG, smem);
     FenceProxyAsync();
     __syncthreads();  // what was exchanged has been read
-    if (tid == 0) {
+    if (ThreadIndex() == 0) {
       const GradientStep next = NextGradientStep(p, ws.fwd, s);
       *step(parity ^ 1) = next;
-      if (next.item < items) LoadRecord(smem, maps, p, ws, next);
+      if (next.item != kNoItem) LoadRecord(smem, maps, p, ws, next);
     }
-    AddPairsOf16<Type>(dq, dk, dG, eight, smem, tid);
-    AddPairsWithin<Type>(dq, dk, dG, smem, tid);
-    FinishGates<G>(dG, outside, smem, tid, p, s,
-                   ws.parameter_sums + (int64_t{s.slot} * p.HV + s.h) * kParameterSums);
-    if (p.HV > p.H) AddGroup(dq, dk, ws, tid, s.r > 0, s.Last(p));
-    if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem, tid);
+    AddPairsOf16<Type>(dq, dk, dG, smem);
+    __syncwarp();
+    AddPairsWithin<Type>(dq, dk, dG, smem);
+    if (p.HV > p.H) AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
+    if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem);
+    FinishGates<G>(dG, outside, smem, p, ws, s);
     FenceProxyAsync();
     __syncthreads();
-    StoreGradients<G>(smem, tid, maps, b, s);
-    if (tid == 0) {
+    StoreGradients<G>(smem, maps, b, s);
+    if (ThreadIndex() == 0) {
       BulkCommit();
       BulkWaitRead();
       const GradientStep& next = *step(parity ^ 1);
-      if (next.item < items) LoadInputs<G>(smem, maps, p, next);
+      if (next.item != kNoItem) LoadInputs<G>(smem, maps, p, next);
     }
   }
-  if (tid == 0) BulkWait();
+  if (ThreadIndex() == 0) BulkWait();
 }
 
 }  // namespace jax_kda::sm90

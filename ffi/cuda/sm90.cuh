@@ -32,6 +32,13 @@ __device__ __forceinline__ int Opaque(int x) {
   return x;
 }
 
+// threadIdx.x, read anew rather than held from far above.
+__device__ __forceinline__ int ThreadIndex() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ----------------------------------------------------------------------------------------------------
 // arithmetic
 
