@@ -97,12 +97,12 @@ def handlers() -> dict[str, dict[str, list[str]]]:
     return {t: {p: device_kinds(t, p) for p in _built if t in _built[p]} for t in FFI_TARGETS}
 
 
-def cuda_supports(op: str, dtype: Any, K: int, V: int) -> bool:
-    """Whether the CUDA handler of "chunk" or "recurrent" runs q, k, v of this dtype and these head
-    sizes."""
-    if op == "chunk":
-        return bool(dtype == jnp.bfloat16 and {K, V} <= {64, 128})
-    return dtype in (jnp.bfloat16, jnp.float32) and K in (64, 128, 256) and 1 <= V <= 256
+def cuda_supports(target: str, dtype: Any, K: int, V: int) -> bool:
+    """Whether the CUDA handler runs q, k, v of this dtype and these head sizes."""
+    if target == "kda_recurrent_fwd":
+        return dtype in (jnp.bfloat16, jnp.float32) and K in (64, 128, 256) and 1 <= V <= 256
+    sizes = {128} if target == "kda_chunk_bwd" else {64, 128}
+    return bool(dtype == jnp.bfloat16 and {K, V} <= sizes)
 
 
 _SMS = 132  # of an H100 or H200: sizes must follow from shapes alone
@@ -151,6 +151,18 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     plan = 16 * NT + 32 * B * M if packed else 0
     segments = 0 if not cut else NT // cut + B * M if packed else B * -(-NT // B // cut)
     return NT * HV * image + segments * HV * 2 * K * K * 4 + plan + 256
+
+
+def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: bool) -> Any:
+    """ChunkBwdWorkspaceBytes of kda_chunk_bwd on CUDA, on symbolic dimensions too."""
+    C, K, V = 64, 128, 128
+    NT = chunk_slots(B, T, M, packed)
+    image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
+    record = 2 * V * K * 2 + 2 * C * V * 2
+    group = 132 * 32 * 512 * 4 if HV > H else 0
+    sums = (2 * K + 16) * 4
+    plan = 16 * NT + 32 * B * M if packed else 0
+    return NT * HV * (image + record + sums) + plan + group + 256
 
 
 # ---- One call -----------------------------------------------------------------------------------
@@ -264,21 +276,28 @@ def _gradient_types(sig: Signature, x: dict[str, Any]) -> tuple[jax.ShapeDtypeSt
 
 def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
     x = sig.named(operands)
-    if sig.is_gradient:
-        call = jax.ffi.ffi_call(sig.target, _gradient_types(sig, x))
-        return tuple(call(*operands, **_attributes(sig)))
-    results = _result_types(sig, x)
+    results = _gradient_types(sig, x) if sig.is_gradient else _result_types(sig, x)
     aliases = {sig.names.index("out"): 0} if "out" in x else {}
-    if sig.config.output_final_state and (state := x.keys() & {"initial_state", "final_state"}):
+    states = set() if sig.is_gradient else x.keys() & {"initial_state", "final_state"}
+    if sig.config.output_final_state and states:
         # One operand at most: "final_state" comes after "initial_state" in the call, and wins.
-        aliases[max(map(sig.names.index, state))] = 1
+        aliases[max(map(sig.names.index, states))] = 1
     workspace, attributes = (), _attributes(sig)
-    if platform == "cuda" and sig.config.op == "chunk":
+    if platform == "cuda" and (sig.is_gradient or sig.config.op == "chunk"):
         # A result that XLA plans: handlers can't allocate inside a CUDA graph.
-        *rows, T, HV, _ = x["v"].shape
-        sizes = math.prod(rows), T, HV, _sequences(sig, x), sig.offsets_step != 0
-        attributes = _attributes(sig, segment_chunks(*sizes))
-        workspace = (_type_like(results[0], (chunk_fwd_workspace_bytes(*sizes),), jnp.uint8),)
+        *rows, T, H, _ = x["q"].shape
+        B, HV, M, packed = (
+            math.prod(rows),
+            x["v"].shape[-2],
+            _sequences(sig, x),
+            bool(sig.offsets_step),
+        )
+        if sig.is_gradient:
+            nbytes = chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
+        else:
+            attributes = _attributes(sig, segment_chunks(B, T, HV, M, packed))
+            nbytes = chunk_fwd_workspace_bytes(B, T, HV, M, packed)
+        workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
     types = (*results, *workspace)
     call = jax.ffi.ffi_call(sig.target, types, input_output_aliases=aliases)
     return tuple(call(*operands, **attributes))[: len(results)]
@@ -325,7 +344,9 @@ def _call(sig: Signature, *operands: jax.Array) -> tuple[jax.Array, ...]:
     if sig.config.implementation == "ffi" and not sig.is_gradient:
         return jax.lax.platform_dependent(*operands, **kernels)
     K, V = x["q"].shape[-1], x["v"].shape[-1]
-    if not cuda_supports(sig.config.op, x["q"].dtype, K, V):
+    # The recurrence runs on GPUs that the gradient's kernel does not: its gradient has to as well.
+    lacks_gradient = sig.is_gradient and sig.config.op != "chunk"
+    if lacks_gradient or not cuda_supports(sig.target, x["q"].dtype, K, V):
         del kernels["cuda"]
     kernels = {p: f for p, f in kernels.items() if sig.target in _built.get(p, ())}
     reference = _reference_gradient if sig.is_gradient else _reference

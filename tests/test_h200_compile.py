@@ -155,6 +155,9 @@ def test_workspace_is_the_size_that_the_handler_wants():
             cut = primitive.segment_chunks(*sizes)
             expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut)
             assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
+            for H in {1, HV}:
+                expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
+                assert primitive.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,33 @@ def test_workspace_is_the_size_that_the_handler_wants():
 )
 def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
+
+
+def gradient(f, x, state):
+    return jax.grad(lambda x, state: jnp.sum(f(x, state)[0].astype(jnp.float32)), (0, 1))(x, state)
+
+
+@pytest.mark.parametrize("HV", [4, 8])
+def test_gradient_is_one_call_with_a_workspace(HV):
+    x, _, state = types(HV=HV)
+    text = lower_for_cuda(functools.partial(gradient, chunk_kda), x, state)
+    targets = dict(custom_calls(text))
+    assert targets["kda_chunk_bwd"].count("%") == 8 + 2  # and the cotangents
+    assert f"tensor<{primitive.chunk_bwd_workspace_bytes(2, 256, 4, HV, 1, False)}xui8>" in text
+
+
+@pytest.mark.parametrize("sizes", [{"K": 64}, {"V": 64}, {"dtype": jnp.float32}])
+def test_gradient_that_the_kernel_lacks_is_plain_jax(sizes):
+    x, _, state = types(**sizes)
+    assert not custom_calls(lower_for_cuda(functools.partial(gradient, chunk_kda), x, state))
+
+
+def test_gradient_of_the_recurrence_is_plain_jax():
+    """Which runs on any GPU, as the recurrence's own kernel does."""
+    x, _, state = types(T=2)
+    f = lambda x, state: jax_kda.recurrent_kda(**x, state=state, use_gate_in_kernel=True)
+    text = lower_for_cuda(functools.partial(gradient, f), x, state)
+    assert "kda_chunk_bwd" not in text
 
 
 # ---- Compilation ---------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_table_of_what_runs_where_is_what_the_code_does():
         for dtype in ("bfloat16", "float32", "float64")
         for K in range(1, validate.MAX_HEAD_SIZE + 1)
         for V in {K, 64, 128, 256}
-        if primitive.cuda_supports("chunk", jnp.dtype(dtype), K, V)
+        if primitive.cuda_supports("kda_chunk_fwd", jnp.dtype(dtype), K, V)
     ]
     assert supported == [(cuda_dtypes, int(cuda_sizes), int(cuda_sizes))]
 

@@ -326,6 +326,18 @@ inline ffi::Error FillInputs(const FwdAttrs& attrs, Cursor<ffi::RemainingArgs>& 
   return ffi::Error::Success();
 }
 
+inline ffi::Error FillWorkspace(Cursor<ffi::RemainingRets>& results, FwdParams& p) {
+  auto bytes = results.Next("workspace");
+  RETURN_IF_ERROR(bytes);
+  if (bytes->rank() != 1) {
+    return Invalid("`workspace` must have shape [bytes]; got ", ToString(bytes->dims));
+  }
+  RETURN_IF_ERROR(CheckDtype(*bytes, ffi::DataType::U8));
+  p.workspace = static_cast<std::byte*>(bytes->data);
+  p.workspace_bytes = bytes->dims[0];
+  return ffi::Error::Success();
+}
+
 inline ffi::Error FillResults(const ffi::RemainingRets& rets, bool has_final_state,
                               Workspace workspace, const Dims& leading, FwdParams& p) {
   Cursor<ffi::RemainingRets> results(rets);
@@ -350,16 +362,7 @@ inline ffi::Error FillResults(const ffi::RemainingRets& rets, bool has_final_sta
     p.final_state = final_state->data;
   }
 
-  if (workspace == Workspace::kLastResult) {
-    auto bytes = results.Next("workspace");
-    RETURN_IF_ERROR(bytes);
-    if (bytes->rank() != 1) {
-      return Invalid("`workspace` must have shape [bytes]; got ", ToString(bytes->dims));
-    }
-    RETURN_IF_ERROR(CheckDtype(*bytes, ffi::DataType::U8));
-    p.workspace = static_cast<std::byte*>(bytes->data);
-    p.workspace_bytes = bytes->dims[0];
-  }
+  if (workspace == Workspace::kLastResult) RETURN_IF_ERROR(FillWorkspace(results, p));
   if (results.remaining() != 0) {
     return Invalid("the call must have no result after the last one of the contract; got ",
                    results.remaining(), " more");
@@ -444,11 +447,12 @@ inline ffi::Error FillGradient(Cursor<ffi::RemainingRets>& results, const char* 
 }  // namespace check
 
 // args: q k v g beta [A_log] [dt_bias] [offsets] [initial_state] do [dfinal_state], the last where
-// has_final_state. rets: dq dk dv dg dbeta [dA_log] [ddt_bias] [dinitial_state], each like its
-// primal; but dA_log [..., HV] and ddt_bias [..., HV, K] always have one for each row of tokens,
-// which the caller sums where the parameter is shared: sharded rows then need no sum in here.
+// has_final_state. rets: dq dk dv dg dbeta [dA_log] [ddt_bias] [dinitial_state] [workspace], each
+// like its primal; but dA_log [..., HV] and ddt_bias [..., HV, K] always have one for each row of
+// tokens, which the caller sums where the parameter is shared: sharded rows then need no sum in
+// here.
 inline ffi::ErrorOr<BwdParams> MakeBwdParams(const FwdAttrs& attrs, const ffi::RemainingArgs& args,
-                                             const ffi::RemainingRets& rets) {
+                                             const ffi::RemainingRets& rets, Workspace workspace) {
   using check::Concat;
   using check::Invalid;
   BwdParams b{};
@@ -519,6 +523,7 @@ inline ffi::ErrorOr<BwdParams> MakeBwdParams(const FwdAttrs& attrs, const ffi::R
     RETURN_IF_ERROR(check::FillGradient(results, "dinitial_state", "[..., N, HV, V, K]", state_dims,
                                         p.state_dtype, b.dinitial_state));
   }
+  if (workspace == Workspace::kLastResult) RETURN_IF_ERROR(check::FillWorkspace(results, p));
   if (results.remaining() != 0) {
     return Failure{Invalid("the call must have no result after the last one of the contract; got ",
                            results.remaining(), " more")};

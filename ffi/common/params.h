@@ -97,7 +97,7 @@ struct FwdParams {
   int64_t segment_chunks;
 
   void* o;               // [B, T, HV, V]
-  std::byte* workspace;  // kda_chunk_fwd on CUDA: ChunkFwdWorkspaceBytes(...); else nullptr
+  std::byte* workspace;  // on CUDA, Chunk{Fwd,Bwd}WorkspaceBytes(...); else nullptr
   int64_t workspace_bytes;
 };
 static_assert(std::is_trivially_copyable_v<FwdParams>);
@@ -105,7 +105,7 @@ static_assert(std::is_trivially_copyable_v<FwdParams>);
 // `kda_chunk_bwd`: cotangents of the operands from those of the results. Tokens outside every
 // sequence get gradients of 0; the state of an empty sequence hands its cotangent through.
 struct BwdParams {
-  FwdParams fwd;  // the inputs, without a pool; o, final_state and workspace are nullptr
+  FwdParams fwd;  // the inputs, without a pool, and the workspace; o and final_state are nullptr
 
   const void* do_;           // [B, T, HV, V], of fwd.dtype
   const void* dfinal_state;  // [N, HV, V, K]; nullptr: zeros

@@ -42,7 +42,7 @@ ffi::Error ChunkFwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs
 
 ffi::Error ChunkBwdImpl(ffi::ThreadPool pool, FwdAttrs attrs, ffi::RemainingArgs args,
                         ffi::RemainingRets rets) {
-  const auto params = MakeBwdParams(attrs, args, rets);
+  const auto params = MakeBwdParams(attrs, args, rets, Workspace::kNone);
   RETURN_IF_ERROR(params);
   RETURN_IF_ERROR(CheckHeadSizes(params->fwd));
   return ChunkBwd(*params, SupportedKernels().front()->chunk_grad, ExecutorOf(pool));

@@ -14,7 +14,7 @@ inline constexpr int kPlanThreads = 1024;
 // Up to this many sequences are scanned longest first; ranking more would cost more than it gains.
 inline constexpr int kMaxRanked = 1024;
 
-__global__ void __launch_bounds__(kPlanThreads)
+static __global__ void __launch_bounds__(kPlanThreads)
     ChunkFwdPlanKernel(const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
   using Scan = cub::BlockScan<int, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan_storage;

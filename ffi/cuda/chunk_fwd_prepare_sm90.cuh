@@ -432,16 +432,26 @@ __device__ __forceinline__ uint32_t LAddress(uint32_t smem, int i, int j) {
          (j & 15) * 4;
 }
 
+// The smallest beta that can be divided out of a row of the inverse again: 0 is computed as this,
+// for the gradient alone, where it is exact to 2^-40.
+__device__ __forceinline__ float NotZero(float beta) {
+  return fabsf(beta) < 0x1p-40f ? 0x1p-40f : beta;
+}
+
 // The products in registers and the sums within quads -> Aqk, and L = diag(beta) Akk for the
 // inverse.
-template <typename Operand>
+template <typename Operand, bool kGradient>
 __device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_t smem, int tid,
                                               int warp, int lane) {
   using C = PrepareConfig;
   const int row = lane >> 2, column = (lane & 3) * 2;
+  auto beta_of = [&](int i) {
+    const float beta = LdsF32(smem + C::kBeta + i * 4);
+    return kGradient ? NotZero(beta) : beta;
+  };
   // Row i, columns j and j + 1.
   auto store = [&](int i, int j, float qk0, float qk1, float kk0, float kk1) {
-    const float beta = LdsF32(smem + C::kBeta + i * 4);
+    const float beta = beta_of(i);
     Sts32(AqkAddress(smem, i, j), Pack<Operand>(qk0, qk1));
     StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
   };
@@ -474,7 +484,7 @@ __device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_
     if (s < 10) {
       Sts16(AqkAddress(smem, i, j), Pack<Operand>(sum, 0.f));
     } else {
-      StsF32(LAddress(smem, i, j), LdsF32(smem + C::kBeta + i * 4) * sum);
+      StsF32(LAddress(smem, i, j), beta_of(i) * sum);
     }
   }
 }
@@ -504,9 +514,39 @@ __device__ __forceinline__ void PackInverse(uint32_t smem, int tid) {
   for (int u = 0; u < 4; ++u) Sts128(smem + C::kAInv + Swizzled(i, first_piece + u), packed[u]);
 }
 
+// The same for the gradient: strictly below the diagonal the inverse itself, in its place, and, for
+// kErrors, in q's place the one with beta on the other side, which is similar to it.
+template <typename Operand, bool kErrors>
+__device__ __forceinline__ void PackStrictlyLower(uint32_t smem, int tid) {
+  using C = PrepareConfig;
+  const int i = tid >> 1, first_piece = (tid & 1) * 4;
+  const float over_beta = kErrors ? Rcp(NotZero(LdsF32(smem + C::kBeta + i * 4))) : 1.f;
+  uint4 packed[4];
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    const int j = (first_piece + u) * 8;
+    packed[u] = {0, 0, 0, 0};
+    if (j >> 4 <= i >> 4) {
+      float x[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        x[n] = j + n < i ? LdsF32(LAddress(smem, i, j + n)) : 0.f;
+        if (kErrors) x[n] *= NotZero(LdsF32(smem + C::kBeta + (j + n) * 4)) * over_beta;
+      }
+      packed[u] = {Pack<Operand>(x[0], x[1]), Pack<Operand>(x[2], x[3]), Pack<Operand>(x[4], x[5]),
+                   Pack<Operand>(x[6], x[7])};
+    }
+  }
+  if (!kErrors) BarSync(1, 128);
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    Sts128(smem + (kErrors ? C::kQ : C::kAInv) + Swizzled(i, first_piece + u), packed[u]);
+  }
+}
+
 // With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be
 // anything and take bf16.
-template <bool kL2Norm, typename G>
+template <bool kL2Norm, typename G, bool kGradient = false>
 __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 2)
     ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map,
@@ -614,14 +654,16 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
   FenceProxyAsync();
   __syncthreads();
-  std::byte* image = ws.images + (int64_t{slot} * HV + h) * image::kBytes;
+  std::byte* image =
+      ws.images + (int64_t{slot} * HV + h) * (kGradient ? image::kGradientBytes : image::kBytes);
   if (tid == 0) {
     BulkStore(image, smem + C::kQ, 3 * kTile);
     BulkStore(image + image::kDecay, smem + C::kDecay, image::kDecayBytes);
+    if (kGradient) BulkStore(image + image::kBeta, smem + C::kBeta, image::kBetaBytes);
     BulkCommit();
   }
 
-  StoreProducts<Operand>(c, smem, tid, warp, lane);
+  StoreProducts<Operand, kGradient>(c, smem, tid, warp, lane);
   FenceProxyAsync();
   __syncthreads();
   if (tid == 128) {
@@ -632,11 +674,19 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   if (warp >= 4) return;
 
   InvertUnitLower(smem + C::kL, smem + C::kScratch, warp, lane);
-  PackInverse<Operand>(smem, tid);
+  if constexpr (kGradient) {
+    if (tid == 0) BulkWaitRead();  // q has left
+    BarSync(1, 128);
+    PackStrictlyLower<Operand, true>(smem, tid);
+    PackStrictlyLower<Operand, false>(smem, tid);
+  } else {
+    PackInverse<Operand>(smem, tid);
+  }
   FenceProxyAsync();
   BarSync(1, 128);
   if (tid == 0) {
     BulkStore(image + image::kAInv, smem + C::kAInv, kMatrix);
+    if (kGradient) BulkStore(image + image::kEInv, smem + C::kQ, kMatrix);
     BulkCommit();
     BulkWaitRead();
   }

@@ -46,9 +46,18 @@ inline constexpr int kWrites = kDecay + kHead * 4;
 inline constexpr int kDecayBytes = kHead * 4 + 16;  // of decay and writes, as they are copied
 // Whole lines of 128 bytes: copies of images that straddle lines made the scan 5% slower.
 inline constexpr int kBytes = (kDecay + kDecayBytes + 127) / 128 * 128;
+
+// The image that the gradient is computed from ends otherwise, because it needs what is in A_inv
+// before beta is multiplied onto either side, and beta may be 0. Both without their diagonals of 1.
+inline constexpr int kYInv = kAInv;            // [64, 64]  (I + diag(beta) Akk)^-1
+inline constexpr int kEInv = kBytes;           // [64, 64]  (I + Akk diag(beta))^-1
+inline constexpr int kBeta = kEInv + kMatrix;  // [64] fp32
+inline constexpr int kBetaBytes = kChunk * 4;
+inline constexpr int kGradientBytes = kBeta + kBetaBytes;
 }  // namespace image
 static_assert(image::kDecayBytes % 16 == 0, "bulk copies move 16 bytes");
 static_assert(image::kBytes <= 72 * 1024);
+static_assert(image::kGradientBytes % 128 == 0);
 
 // One chunk: `valid` tokens from global token `token` (0 <= token < B T); valid = 0: no chunk in
 // this slot.

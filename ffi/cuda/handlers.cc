@@ -91,6 +91,29 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
   return LaunchChunkFwdSm90(*p, stream);
 }
 
+ffi::Error ChunkBwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets) {
+  ffi::ErrorOr<BwdParams> b = MakeBwdParams(attrs, args, rets, Workspace::kLastResult);
+  RETURN_IF_ERROR(b);
+  const FwdParams& p = b->fwd;
+  RETURN_IF_ERROR(CheckChunkSupported(p));
+  if (p.K != 128 || p.V != 128) {
+    return Unimplemented("the CUDA kernel of the gradient needs head sizes K = V = 128; got K = ",
+                         p.K, ", V = ", p.V);
+  }
+  if (b->dfinal_state != nullptr && b->dinitial_state != nullptr &&
+      b->dfinal_state_dtype != p.state_dtype) {
+    return Unimplemented(
+        "the CUDA kernel needs `dfinal_state` of the dtype of `initial_state`; got another");
+  }
+  const int64_t bytes = ChunkBwdWorkspaceBytes(p.B, p.T, p.H, p.HV, p.M, p.offsets != nullptr);
+  if (p.workspace_bytes < bytes) {
+    return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
+                          p.workspace_bytes);
+  }
+  return LaunchChunkBwdSm90(*b, stream);
+}
+
 ffi::Error RecurrentFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs args,
                             ffi::RemainingRets rets) {
   ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kNone);
@@ -103,6 +126,15 @@ ffi::Error RecurrentFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingA
 
 // Operands and results of both are those of MakeFwdParams.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkFwd, ChunkFwdImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Attrs<FwdAttrs>()
+                                  .RemainingArgs()
+                                  .RemainingRets(),  // the last one is the workspace
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Operands and results are those of MakeBwdParams.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaChunkBwd, ChunkBwdImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Attrs<FwdAttrs>()

@@ -39,6 +39,13 @@ int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool
 // nor synchronises.
 ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream);
 
+// Bytes of the workspace of the gradient for K = V = 128.
+int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M, bool packed);
+
+// Enqueues the gradient on `stream`: as the forward, fwd.workspace included. A state and its
+// cotangent have one dtype. Neither allocates nor synchronises.
+ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream);
+
 // Enqueues the recurrence on `stream`: K = 64, 128 or 256, any GPU from sm_80 on. Neither allocates
 // nor synchronises.
 ffi::Error LaunchRecurrentFwd(const FwdParams& p, cudaStream_t stream);

@@ -11,6 +11,7 @@
 namespace nb = nanobind;
 
 extern "C" XLA_FFI_Error* KdaChunkFwd(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* KdaChunkBwd(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* KdaRecurrentFwd(XLA_FFI_CallFrame* call_frame);
 
 NB_MODULE(_cuda, m) {
@@ -18,9 +19,12 @@ NB_MODULE(_cuda, m) {
     nb::dict handlers;
     handlers["kda_chunk_fwd"] = nb::capsule(reinterpret_cast<void*>(&KdaChunkFwd));
     handlers["kda_recurrent_fwd"] = nb::capsule(reinterpret_cast<void*>(&KdaRecurrentFwd));
+    handlers["kda_chunk_bwd"] = nb::capsule(reinterpret_cast<void*>(&KdaChunkBwd));
     return handlers;
   });
   m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
         nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"));
+  m.def("chunk_bwd_workspace_bytes", &jax_kda::ChunkBwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
+        nb::arg("H"), nb::arg("HV"), nb::arg("M"), nb::arg("packed"));
 }

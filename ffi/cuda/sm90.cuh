@@ -32,6 +32,13 @@ __device__ __forceinline__ int Opaque(int x) {
   return x;
 }
 
+// threadIdx.x, read anew rather than held from far above.
+__device__ __forceinline__ int ThreadIndex() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ----------------------------------------------------------------------------------------------------
 // arithmetic
 
@@ -140,6 +147,11 @@ __device__ __forceinline__ void StsF32(uint32_t a, float v) {
 __device__ __forceinline__ void StsF32x2(uint32_t a, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
+__device__ __forceinline__ void StsF32x4(uint32_t a, const float* x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+}
 __device__ __forceinline__ void Sts128(uint32_t a, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -155,6 +167,12 @@ __device__ __forceinline__ void LdmatrixTrans(uint32_t* r, uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(a)
+               : "memory");
+}
+__device__ __forceinline__ void Stmatrix(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2,
+                                         uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r0),
+               "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 __device__ __forceinline__ void StmatrixTrans(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2,
@@ -265,6 +283,13 @@ __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "C"(Operand::kPtx));
 }
+// d[16x8] += a[16x8] b[8x8], bf16
+__device__ __forceinline__ void MmaK8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
 // d[16x8] += a[16x8] b[8x8]
 __device__ __forceinline__ void MmaTf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                         uint32_t b1) {
@@ -295,8 +320,8 @@ __device__ __forceinline__ uint64_t WgmmaDescriptor(uint32_t address, uint32_t h
          kSwizzle128;
 }
 // d[64x64] (+)= a[64x16] b[64x16]^T: a in registers, b in shared memory, K-major; `accumulate` 0
-// overwrites d.
-template <typename Operand>
+// overwrites d. kTrans: b[16x64] is transposed (MN-major).
+template <typename Operand, int kTrans = 0>
 __device__ __forceinline__ void Wgmma64x64(float (&d)[32], const uint32_t* a, uint64_t b,
                                            int accumulate) {
   asm volatile(
@@ -304,13 +329,14 @@ __device__ __forceinline__ void Wgmma64x64(float (&d)[32], const uint32_t* a, ui
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.%38.%38 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      "{%32, %33, %34, %35}, %36, p, 1, 1, %39;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "C"(Operand::kPtx));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "C"(Operand::kPtx),
+        "n"(kTrans));
 }
 // d[64x128] += a[64x16] b[16x128]: a in registers, b in shared memory, transposed (MN-major).
 template <typename Operand>

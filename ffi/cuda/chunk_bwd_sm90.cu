@@ -1,0 +1,133 @@
+// Host side of the Hopper gradient: workspace, tensor maps, the five launches.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "chunk_bwd_gradients_sm90.cuh"
+#include "chunk_bwd_scan_sm90.cuh"
+#include "chunk_bwd_sums_sm90.cuh"
+#include "chunk_fwd_plan.cuh"
+#include "chunk_fwd_prepare_sm90.cuh"
+#include "launch_sm90.cuh"
+
+namespace jax_kda {
+namespace {
+
+using sm90::kHead;
+using sm90::Launch;
+using sm90::MakeTileMap;
+
+// Up to this many sequences times heads, V is split over two blocks: twice as many SMs, each with
+// half the products. The two scans run side by side, so it is half of the forward's.
+constexpr int64_t kSplitChains = 24;
+
+template <bool kL2Norm>
+ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
+  CUtensorMap q_map, k_map;
+  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, kHead, 2));
+  const auto kernel = p.g_dtype == DType::kF32
+                          ? sm90::ChunkFwdPrepareKernel<kL2Norm, float, true>
+                          : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16, true>;
+  using Config = sm90::PrepareConfig;
+  // The y and z axes of a grid end at 65,535.
+  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
+  return Launch("ChunkFwdPrepareKernel", kernel,
+                {dim3(p.HV, y, z), Config::kThreads, Config::kBytes}, stream, q_map, k_map, p, ws);
+}
+
+template <typename Operand, int kWarpgroups>
+ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  const FwdParams& p = b.fwd;
+  // The forward that the reverse scan is: of do into dv, from dfinal_state to dinitial_state.
+  FwdParams reverse = p;
+  reverse.v = b.do_;
+  reverse.o = b.dv;
+  reverse.initial_state = b.dfinal_state;
+  reverse.final_state = b.dinitial_state;
+  const bool prepared = p.B * p.T > 0;
+  CUtensorMap v_map = {}, do_map = {}, dv_map = {};  // never used when there is no token
+  if (prepared) {
+    RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kHead, kWarpgroups));
+    RETURN_IF_ERROR(MakeTileMap(&do_map, b.do_, p.B * p.T, p.HV, kHead, kWarpgroups));
+    RETURN_IF_ERROR(MakeTileMap(&dv_map, b.dv, p.B * p.T, p.HV, kHead, 1));
+  }
+  using Config = sm90::BwdScanConfig<kWarpgroups>;
+  const dim3 grid(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1, 2);
+  return Launch("ChunkBwdScanKernel", sm90::ChunkBwdScanKernel<Operand, kWarpgroups>,
+                {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, do_map, dv_map,
+                b, reverse, ws);
+}
+
+template <bool kL2Norm, typename G>
+ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  const FwdParams& p = b.fwd;
+  const int64_t tokens = p.B * p.T;
+  sm90::GradientMaps maps = {};
+  RETURN_IF_ERROR(MakeTileMap(&maps.q, p.q, tokens, p.H, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&maps.k, p.k, tokens, p.H, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&maps.do_, b.do_, tokens, p.HV, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&maps.dq, b.dq, tokens, p.H, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&maps.dk, b.dk, tokens, p.H, kHead, 2));
+  if (sizeof(G) == 2) {
+    RETURN_IF_ERROR(MakeTileMap(&maps.g, p.g, tokens, p.HV, kHead, 2));
+    RETURN_IF_ERROR(MakeTileMap(&maps.dg, b.dg, tokens, p.HV, kHead, 2));
+  }
+  using Config = sm90::GradientsConfig;
+  const int64_t blocks = std::min<int64_t>(ws.fwd.NT * p.H, sm90::kGradientBlocks);
+  return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, G>,
+                {dim3(blocks), Config::kThreads, Config::kBytes}, stream, maps, b, ws);
+}
+
+template <bool kL2Norm>
+ffi::Error LaunchKernels(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
+  const FwdParams& p = b.fwd;
+  const bool tokens = p.B * p.T > 0;
+  if (tokens) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws.fwd, stream));
+  if (p.B * p.M * p.HV <= kSplitChains) {
+    RETURN_IF_ERROR((LaunchScan<Operand, 1>(b, ws, stream)));
+  } else {
+    RETURN_IF_ERROR((LaunchScan<Operand, 2>(b, ws, stream)));
+  }
+  if (!tokens) return ffi::Error::Success();
+  return p.g_dtype == DType::kF32 ? LaunchGradients<kL2Norm, float>(b, ws, stream)
+                                  : LaunchGradients<kL2Norm, __nv_bfloat16>(b, ws, stream);
+}
+
+}  // namespace
+
+int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M,
+                               bool packed) {
+  return sm90::BwdWorkspaceBytes(B, T, H, HV, M, packed);
+}
+
+ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
+  const FwdParams& p = b.fwd;
+  const bool packed = p.offsets != nullptr;
+  sm90::BwdWorkspace ws = {};
+  const int64_t NT = ws.fwd.NT = sm90::ChunkSlots(p.B, p.T, p.M, packed), count = NT * p.HV;
+  ws.fwd.images = p.workspace;
+  ws.records = ws.fwd.images + count * sm90::image::kGradientBytes;
+  ws.parameter_sums = reinterpret_cast<float*>(ws.records + count * sm90::record::kBytes);
+  std::byte* rest = reinterpret_cast<std::byte*>(ws.parameter_sums + count * sm90::kParameterSums);
+  if (p.HV > p.H) {
+    ws.group_sums = reinterpret_cast<float*>(rest);
+    rest += int64_t{sm90::kGradientBlocks} * sm90::kGroupSums * sm90::kGradientThreads * 4;
+  }
+  if (p.B * p.M * p.HV > 0) {
+    if (packed) {
+      ws.fwd.sequences = reinterpret_cast<sm90::SequenceSlot*>(rest);
+      ws.fwd.chunks = reinterpret_cast<sm90::ChunkSlot*>(ws.fwd.sequences + p.B * p.M);
+      RETURN_IF_ERROR(Launch("ChunkFwdPlanKernel", sm90::ChunkFwdPlanKernel,
+                             {dim3(1), sm90::kPlanThreads, 0}, stream, p, ws.fwd));
+    }
+    RETURN_IF_ERROR(p.l2norm ? LaunchKernels<true>(b, ws, stream)
+                             : LaunchKernels<false>(b, ws, stream));
+  }
+  if (p.B == 0 || (b.dA_log == nullptr && b.ddt_bias == nullptr)) return ffi::Error::Success();
+  return Launch("ChunkBwdSumsKernel", sm90::ChunkBwdSumsKernel,
+                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0}, stream, b, ws);
+}
+
+}  // namespace jax_kda

@@ -1,0 +1,73 @@
+// Host side of Hopper launches: tensor maps and kernels that may start early.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "chunk_fwd_sm90.cuh"
+#include "launch.h"
+
+namespace jax_kda::sm90 {
+
+// [tokens, heads, size] bf16, size 64 or 128, as tiles of `halves` x 64 tokens x 64 channels; a
+// half that is not there is read as zeros. The driver's function comes through the runtime, so that
+// nothing links libcuda.
+inline ffi::Error MakeTileMap(CUtensorMap* map, const void* data, int64_t tokens, int64_t heads,
+                              int64_t size, int halves) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  RETURN_IF_ERROR(CudaError(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
+                                                             12000, cudaEnableDefault, &found),
+                            "cudaGetDriverEntryPointByVersion"));
+  if (encode == nullptr)
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      "the CUDA driver has no cuTensorMapEncodeTiled");
+  const cuuint64_t head_bytes = static_cast<cuuint64_t>(size) * 2;
+  const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens),
+                              static_cast<cuuint64_t>(size) / 64};
+  const cuuint64_t strides[] = {head_bytes, static_cast<cuuint64_t>(heads) * head_bytes, 128};
+  const cuuint32_t box[] = {64, 1, kChunk, static_cast<cuuint32_t>(halves)}, steps[] = {1, 1, 1, 1};
+  const CUresult status = reinterpret_cast<Encode>(encode)(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    return ffi::Error::Internal("cuTensorMapEncodeTiled failed with CUresult " +
+                                std::to_string(static_cast<int>(status)));
+  }
+  return ffi::Error::Success();
+}
+
+struct Shape {
+  dim3 grid;
+  int threads;
+  int shared_bytes;
+  bool early = false;  // may start before the kernel ahead ends: it waits by itself
+};
+
+template <typename... Params, typename... Args>
+ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shape,
+                  cudaStream_t stream, const Args&... args) {
+  RETURN_IF_ERROR(CudaError(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
+      name));
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = shape.early ? 1 : 0;
+  return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+}  // namespace jax_kda::sm90
