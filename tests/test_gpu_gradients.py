@@ -18,8 +18,9 @@ from test_gradients import draw_cotangents, gradients
 
 pytestmark = pytest.mark.gpu
 
-# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, a number a
-# token, is a sum that may cancel too, and fares worse with bf16 operands, which q and k as given take.
+# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, a number
+# a token, is a sum that may cancel too, and fares worse with bf16 operands, as q and k as given
+# take.
 BOUND, BOUND_A_LOG, BOUND_RAW_BETA = 8e-3, 3e-2, 1.5e-2
 
 
