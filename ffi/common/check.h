@@ -443,8 +443,9 @@ inline ffi::Error FillGradient(Cursor<ffi::RemainingRets>& results, const char* 
 
 // args: q k v g beta [A_log] [dt_bias] [offsets] [initial_state] do [dfinal_state], the last where
 // has_final_state. rets: dq dk dv dg dbeta [dA_log] [ddt_bias] [dinitial_state] [workspace], each
-// like its primal; but dA_log [..., HV] and ddt_bias [..., HV, K] always have one for each row of tokens,
-// which the caller sums where the parameter is shared: sharded rows then need no sum in here.
+// like its primal; but dA_log [..., HV] and ddt_bias [..., HV, K] always have one for each row of
+// tokens, which the caller sums where the parameter is shared: sharded rows then need no sum in
+// here.
 inline ffi::ErrorOr<BwdParams> MakeBwdParams(const FwdAttrs& attrs, const ffi::RemainingArgs& args,
                                              const ffi::RemainingRets& rets, Workspace workspace) {
   using check::Concat;

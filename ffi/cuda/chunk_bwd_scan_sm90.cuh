@@ -37,8 +37,7 @@ struct BwdScanConfig {
 
   // Shared memory, bytes. An image: q_decayed (reverse), k_decayed, k_restored; F and Aqk, or N;
   // the decay, then beta.
-  static constexpr int kOperands = 0, kMatrices = 3 * kTile,
-                       kImageBytes = kMatrices + 2 * kMatrix;
+  static constexpr int kOperands = 0, kMatrices = 3 * kTile, kImageBytes = kMatrices + 2 * kMatrix;
   static constexpr int kSmall = image::kDecayBytes + image::kBetaBytes;
   // A value tile, v or do, is overwritten by e or dv of its chunk.
   static constexpr int kValues = kImageStages * kImageBytes;
@@ -249,7 +248,7 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
       for (int j = 0; j < 16; ++j) u[j] = Pack<Operand>(Bf16Lo(u[j]) * down, Bf16Hi(u[j]) * down);
     }
 
-    float R[32];  // r, then e; or x, then y
+    float R[32];                                                     // r, then e; or x, then y
     const uint32_t multiplied = image + (kReverse ? 2 : 1) * kTile;  // k_restored, k_decayed
     const uint64_t by_state = WgmmaDescriptor(multiplied, 16);
     // Transposed operands: a step of 16 rows is 16 * 128 bytes on.
@@ -286,7 +285,8 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
 
     float2 beta[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) beta[j] = LdsF32x2(small + image::kDecayBytes + (8 * j + 2 * t) * 4);
+    for (int j = 0; j < 8; ++j)
+      beta[j] = LdsF32x2(small + image::kDecayBytes + (8 * j + 2 * t) * 4);
     uint32_t w[16];
     if (kReverse) {
       WgmmaWait<1>();
@@ -312,8 +312,8 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float2 b = beta[j >> 1];
-      w[j] = Pack<Operand>(R[2 * j] * (kReverse ? -b.x : b.x),
-                           R[2 * j + 1] * (kReverse ? -b.y : b.y));
+      w[j] =
+          Pack<Operand>(R[2 * j] * (kReverse ? -b.x : b.x), R[2 * j + 1] * (kReverse ? -b.y : b.y));
     }
     const uint64_t to_state = WgmmaDescriptor(image + (kReverse ? 1 : 2) * kTile, kHalfTile);
     WgmmaFence();

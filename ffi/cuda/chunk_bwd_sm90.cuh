@@ -22,10 +22,10 @@ namespace jax_kda::sm90 {
 namespace record {
 inline constexpr int kStateTile = kHead * kHead * 2;  // two halves of 64 channels, 128 V rows each
 inline constexpr int kStateHalf = kStateTile / 2;
-inline constexpr int kState = 0;              // [V, K]  S entering
-inline constexpr int kDState = kStateTile;    // [V, K]  dS leaving
-inline constexpr int kE = 2 * kStateTile;     // [64, V]  v_new = diag(beta) e
-inline constexpr int kY = kE + kTile;         // [64, V]  dv = diag(beta) y
+inline constexpr int kState = 0;            // [V, K]  S entering
+inline constexpr int kDState = kStateTile;  // [V, K]  dS leaving
+inline constexpr int kE = 2 * kStateTile;   // [64, V]  v_new = diag(beta) e
+inline constexpr int kY = kE + kTile;       // [64, V]  dv = diag(beta) y
 inline constexpr int kBytes = kY + kTile;
 }  // namespace record
 

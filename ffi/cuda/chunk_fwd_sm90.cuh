@@ -41,8 +41,8 @@ inline constexpr int kBytes = (kDecay + kDecayBytes + 127) / 128 * 128;
 
 // The image that the gradient is computed from ends otherwise, because it needs what is in A_inv
 // before beta is multiplied onto either side, and beta may be 0. Both without their diagonals of 1.
-inline constexpr int kYInv = kAInv;   // [64, 64]  (I + diag(beta) Akk)^-1
-inline constexpr int kEInv = kBytes;  // [64, 64]  (I + Akk diag(beta))^-1
+inline constexpr int kYInv = kAInv;            // [64, 64]  (I + diag(beta) Akk)^-1
+inline constexpr int kEInv = kBytes;           // [64, 64]  (I + Akk diag(beta))^-1
 inline constexpr int kBeta = kEInv + kMatrix;  // [64] fp32
 inline constexpr int kBetaBytes = kChunk * 4;
 inline constexpr int kGradientBytes = kBeta + kBetaBytes;

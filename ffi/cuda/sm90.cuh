@@ -171,8 +171,8 @@ __device__ __forceinline__ void LdmatrixTrans(uint32_t* r, uint32_t a) {
 }
 __device__ __forceinline__ void Stmatrix(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2,
                                          uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r0),
+               "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 __device__ __forceinline__ void StmatrixTrans(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2,

@@ -98,8 +98,8 @@ std::string RunGradient(const Config& c, bool poison, int64_t missing_rows_of_dv
   SetInputs(p, MakeOperands(c), buffers);
   std::mt19937 generator(4321);
   const Buffer do_ = Upload(Random(c.values(), c.dtype, &generator));
-  const Buffer dfinal_state = Upload(
-      c.has_final_state() ? Random(c.states(), c.state_dtype, &generator) : Bytes());
+  const Buffer dfinal_state =
+      Upload(c.has_final_state() ? Random(c.states(), c.state_dtype, &generator) : Bytes());
   b.do_ = do_.get();
   b.dfinal_state = dfinal_state.get();
   b.dfinal_state_dtype = c.state_dtype;
@@ -137,8 +137,7 @@ std::string RunGradient(const Config& c, bool poison, int64_t missing_rows_of_dv
   b.dA_log = reinterpret_cast<float*>(results[5].get());
   b.ddt_bias = reinterpret_cast<float*>(results[6].get());
   b.dinitial_state = results[7].get();
-  p.workspace_bytes =
-      ChunkBwdWorkspaceBytes(c.B, c.T, c.H, c.HV, p.M, c.offsets_step != 0);
+  p.workspace_bytes = ChunkBwdWorkspaceBytes(c.B, c.T, c.H, c.HV, p.M, c.offsets_step != 0);
   const Buffer workspace = Allocate(p.workspace_bytes);
   if (poison) Poison(workspace, p.workspace_bytes);
   p.workspace = workspace.get();
