@@ -280,8 +280,8 @@ def test_a_call_runs_where_its_arguments_are():
 
 UNSUPPORTED = {
     "float32": {"dtype": np.float32},
-    "K": {"K": 64},
-    "V": {"V": 64},
+    "K": {"K": 32},
+    "V": {"V": 96},
 }
 
 

@@ -4,7 +4,6 @@ The cases are those of the CPU, at the head size that the kernel has.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,10 +17,9 @@ from test_gradients import draw_cotangents, gradients
 
 pytestmark = pytest.mark.gpu
 
-# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, a number
-# a token, is a sum that may cancel too, and fares worse with bf16 operands, as q and k as given
-# take.
-BOUND, BOUND_A_LOG, BOUND_RAW_BETA = 8e-3, 3e-2, 1.5e-2
+# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, one number
+# a token from rows of bf16, cancels where keys repeat, and where q and k come as given, in bf16 too.
+BOUND, BOUND_A_LOG, BOUND_BETA = 8e-3, 3e-2, 1.5e-2
 
 
 def on_gpu(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def true_gradients(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[s
         return gradients(wide, cotangents, **options, implementation="reference")
 
 
-def check(x: dict[str, Any], bound: float = BOUND, **options: Any) -> dict[str, Any]:
+def check(x: dict[str, Any], hard_beta: bool = False, **options: Any) -> dict[str, Any]:
     # Cotangents have the dtypes of the results: rounded before, they are the same in both calls.
     state_dtype = x.get("initial_state", np.zeros(0, np.float32)).dtype
     dtypes = (jnp.bfloat16, state_dtype)
@@ -47,9 +45,10 @@ def check(x: dict[str, Any], bound: float = BOUND, **options: Any) -> dict[str, 
     expected = true_gradients(x, cotangents, **options)
     for name, gradient in actual.items():
         assert gradient.dtype == x[name].dtype
-        limit = max(bound, BOUND_A_LOG) if name == "A_log" else bound
-        if name == "beta" and not options["use_qk_l2norm_in_kernel"]:
-            limit = max(limit, BOUND_RAW_BETA)
+        hard = {"A_log": BOUND_A_LOG}
+        if hard_beta or not options["use_qk_l2norm_in_kernel"]:
+            hard["beta"] = BOUND_BETA
+        limit = hard.get(name, BOUND)
         assert_close(gradient, expected[name], limit, f"gradient of {name}")
     return actual
 
@@ -111,7 +110,7 @@ def test_repeated_keys():
     case = Case(T=100, H=1, gate="activated", log_decay=-1e-3)
     x, options = make_inputs(wide(case), jnp.bfloat16)
     x["k"][:] = x["k"][:, :1]
-    check(x, **options)
+    check(x, hard_beta=True, **options)
 
 
 def test_tokens_of_no_sequence_are_not_read():
@@ -153,7 +152,7 @@ def test_many_chunks():
 
 
 @pytest.mark.parametrize(
-    "vector_id", [i for i in vector_ids() if not i[0].startswith("a03")], ids="-".join
+    "vector_id", [pytest.param(i, id="-".join(filter(None, i))) for i in vector_ids()]
 )
 def test_golden(vector_id: tuple[str, str]):
     vector = load(*vector_id)
@@ -171,5 +170,5 @@ def test_the_kernel_runs():
     x, options = make_inputs(wide(CASES["one_token"]), jnp.bfloat16)
     loss = lambda x: jnp.sum(op(x, **options)[0].astype(jnp.float32))
     with jax.default_device(jax.local_devices(backend="gpu")[0]):
-        text = jax.jit(jax.grad(functools.partial(loss))).lower(x).as_text()
+        text = jax.jit(jax.grad(loss)).lower(x).as_text()
     assert "kda_chunk_bwd" in text

@@ -367,9 +367,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
   Ring<C::kValueStages> values;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
-  uint32_t u[16] = {};  // v^T of the chunk to come, then r, then v_new, as left operand
+  uint32_t u[16];  // v^T, then r, then v_new, as left operand
   float growth = 0.f;
-  // Waits for the chunk at the rings' positions and takes its values, which start at chunk c.
+  // Waits for chunk c, at the rings' positions, and takes its values.
   auto take_values = [&](uint32_t (&to)[16], int c) {
     if (C::kOutput || !transition) {
       const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
@@ -377,6 +377,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 #pragma unroll
       for (int j = 0; j < 4; ++j) LdmatrixTrans(&to[4 * j], value + fragment + j * 16 * 128);
       if (!C::kOutput) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
+    } else {
+#pragma unroll
+      for (uint32_t& pair : to) pair = 0;
     }
     const int valid = s.length - c * kChunk;
     if (C::kOutput && valid < kChunk) {  // no segment is summarised whose chunks are not whole

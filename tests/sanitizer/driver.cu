@@ -2,10 +2,10 @@
 // own, so that compute-sanitizer sees every access outside them. run.sh runs it under each tool.
 //
 // Without an argument, outputs and workspace hold NaN before each launch, so that what the kernels
-// do not write shows. With --raw they are left as allocated, for initcheck; but for `o`, since
-// initcheck does not see what the copy engine writes and would report that it is read here (nor
-// does it look at what the copy engine reads: of images, only NaN tells). With --plant there is
-// one configuration, whose `o`, or dv, is one row short: memcheck has to report it.
+// do not write shows. With --raw results that the copy engine has no part in are left as allocated,
+// for initcheck, which does not see what it writes: the others and the workspace would be reported
+// as read before they are written, and only NaN tells. With --plant there is one configuration,
+// whose `o`, or `dv`, is one row short: memcheck has to report it.
 //
 // The exit status counts the configurations with wrong results.
 #include <cuda_runtime.h>
@@ -139,7 +139,7 @@ std::string RunGradient(const Config& c, bool poison, int64_t missing_rows_of_dv
   b.dinitial_state = results[7].get();
   p.workspace_bytes = ChunkBwdWorkspaceBytes(c.B, c.T, c.H, c.HV, p.M, c.offsets_step != 0);
   const Buffer workspace = Allocate(p.workspace_bytes);
-  if (poison) Poison(workspace, p.workspace_bytes);
+  Poison(workspace, p.workspace_bytes);
   p.workspace = workspace.get();
   const ffi::Error error = LaunchChunkBwdSm90(b, cudaStreamPerThread);
   if (error.failure()) return error.message();
@@ -173,10 +173,8 @@ std::string Run(const Config& c, Op op, bool poison, int64_t missing_rows_of_o) 
   const Buffer& final_state = c.in_place ? inputs.back() : own_final_state;
   const Buffer workspace = Allocate(p.workspace_bytes);
   Poison(o, o_bytes);
-  if (poison) {
-    Poison(own_final_state, c.in_place ? 0 : state_bytes);
-    Poison(workspace, p.workspace_bytes);
-  }
+  Poison(workspace, p.workspace_bytes);
+  if (poison) Poison(own_final_state, c.in_place ? 0 : state_bytes);
 
   p.state_indices = reinterpret_cast<const int32_t*>(state_indices.get());
   p.output_state_indices = reinterpret_cast<const int32_t*>(output_state_indices.get());
@@ -226,6 +224,7 @@ int main(int argc, char** argv) {
     }
   }
   for (const jax_kda::Config& config : jax_kda::kConfigs) {
+    if (config.K != 128 || config.V != 128) continue;  // there is no kernel for them
     const std::string fault =
         jax_kda::RunGradient(config, /*poison=*/mode != "--raw", /*missing_rows_of_dv=*/0);
     std::printf("%-4s gradient: %s%s%s\n", fault.empty() ? "ok" : "FAIL", config.name,
