@@ -17,8 +17,9 @@ from test_gradients import draw_cotangents, gradients
 
 pytestmark = pytest.mark.gpu
 
-# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, one number
-# a token from rows of bf16, cancels where keys repeat, and where q and k come as given, in bf16 too.
+# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, one
+# number a token from rows of bf16, cancels where keys repeat, and where q and k come as given, in
+# bf16 too.
 BOUND, BOUND_A_LOG, BOUND_BETA = 8e-3, 3e-2, 1.5e-2
 
 

@@ -90,7 +90,7 @@ std::string JudgeGradient(const Config& c, const char* name, const Bytes& bytes,
   return "";
 }
 
-std::string RunGradient(const Config& c, bool poison, int64_t missing_rows_of_dv) {
+std::string RunGradient(const Config& c, int64_t missing_rows_of_dv) {
   std::vector<Buffer> buffers;
   BwdParams b{};
   b.fwd = MakeParams(c);
@@ -205,8 +205,7 @@ int main(int argc, char** argv) {
           jax_kda::Run(jax_kda::kPlanted, op, /*poison=*/true, /*missing_rows_of_o=*/1);
       std::printf("planted: %s\n", fault.empty() ? "launched" : fault.c_str());
     }
-    const std::string fault =
-        jax_kda::RunGradient(jax_kda::kPlanted, /*poison=*/true, /*missing_rows_of_dv=*/1);
+    const std::string fault = jax_kda::RunGradient(jax_kda::kPlanted, /*missing_rows_of_dv=*/1);
     std::printf("planted: %s\n", fault.empty() ? "launched" : fault.c_str());
     return 0;
   }
@@ -225,8 +224,7 @@ int main(int argc, char** argv) {
   }
   for (const jax_kda::Config& config : jax_kda::kConfigs) {
     if (config.K != 128 || config.V != 128) continue;  // there is no kernel for them
-    const std::string fault =
-        jax_kda::RunGradient(config, /*poison=*/mode != "--raw", /*missing_rows_of_dv=*/0);
+    const std::string fault = jax_kda::RunGradient(config, /*missing_rows_of_dv=*/0);
     std::printf("%-4s gradient: %s%s%s\n", fault.empty() ? "ok" : "FAIL", config.name,
                 fault.empty() ? "" : ": ", fault.c_str());
     failures += !fault.empty();
