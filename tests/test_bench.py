@@ -57,3 +57,9 @@ def test_inputs_of_all_heads_are_those_of_each(load):
     np.testing.assert_array_equal(x["beta"][:, :, 2], one["beta"])
     np.testing.assert_array_equal(x["dt_bias"][2], one["dt_bias"])
     np.testing.assert_array_equal(x["h0"][:, 2], one["h0"])
+
+
+def test_gradients_are_timed_and_judged(load):
+    row = load("gradient").measure(1, 70, 2, min)
+    assert row["error"] < load("gradient").PROMISE["cpu"]
+    assert 0 < row["forward"] and 0 < row["both"] and row["bytes"] > 2 * 70 * 2 * 128 * 4
