@@ -53,6 +53,7 @@ def seconds_per_call(call, x, state, calls: int, typical) -> float:
 
     @functools.partial(jax.jit, donate_argnums=1)
     def chain(x, state):
+        o = None
         for _ in range(calls):
             o, state = call(x, state)
         return o, state
