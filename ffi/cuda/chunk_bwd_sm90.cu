@@ -7,7 +7,6 @@
 #include "chunk_bwd_scan_sm90.cuh"
 #include "chunk_bwd_sums_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
-#include "chunk_fwd_prepare_sm90.cuh"
 #include "launch_sm90.cuh"
 
 namespace jax_kda {
@@ -20,21 +19,6 @@ using sm90::MakeTileMap;
 // Up to this many sequences times heads, V is split over two blocks: twice as many SMs, each with
 // half the products. The two scans run side by side, so it is half of the forward's.
 constexpr int64_t kSplitChains = 24;
-
-template <bool kL2Norm>
-ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
-  CUtensorMap q_map, k_map;
-  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, kHead, 2));
-  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, kHead, 2));
-  const auto kernel = p.g_dtype == DType::kF32
-                          ? sm90::ChunkFwdPrepareKernel<kL2Norm, float, true>
-                          : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16, true>;
-  using Config = sm90::PrepareConfig;
-  // The y and z axes of a grid end at 65,535.
-  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
-  return Launch("ChunkFwdPrepareKernel", kernel,
-                {dim3(p.HV, y, z), Config::kThreads, Config::kBytes}, stream, q_map, k_map, p, ws);
-}
 
 template <typename Operand, int kWarpgroups>
 ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
@@ -84,7 +68,7 @@ ffi::Error LaunchKernels(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaS
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   const FwdParams& p = b.fwd;
   const bool tokens = p.B * p.T > 0;
-  if (tokens) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws.fwd, stream));
+  if (tokens) RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, true>(p, ws.fwd, stream)));
   if (p.B * p.M * p.HV <= kSplitChains) {
     RETURN_IF_ERROR((LaunchScan<Operand, 1>(b, ws, stream)));
   } else {

@@ -546,7 +546,7 @@ __device__ __forceinline__ void PackStrictlyLower(uint32_t smem, int tid) {
 
 // With q and k normalised every operand is at most 1 and fp16 holds it; as given they may be
 // anything and take bf16.
-template <bool kL2Norm, typename G, bool kGradient = false>
+template <bool kL2Norm, typename G, bool kGradient>
 __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 2)
     ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map,

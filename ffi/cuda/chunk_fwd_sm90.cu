@@ -3,7 +3,6 @@
 
 #include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
-#include "chunk_fwd_prepare_sm90.cuh"
 #include "chunk_fwd_scan_sm90.cuh"
 #include "launch_sm90.cuh"
 
@@ -17,21 +16,6 @@ using sm90::MakeTileMap;
 // Up to this many blocks V is split over two: twice as many SMs, each with half the products. More
 // chains would want more bandwidth, since both halves read the operands; segments are short.
 constexpr int64_t kSplitChains = 48, kSplitSegments = 66;
-
-template <bool kL2Norm>
-ffi::Error LaunchPrepare(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
-  CUtensorMap q_map, k_map;
-  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, p.K, 2));
-  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, p.K, 2));
-  const auto kernel = p.g_dtype == DType::kF32
-                          ? sm90::ChunkFwdPrepareKernel<kL2Norm, float>
-                          : sm90::ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16>;
-  using Config = sm90::PrepareConfig;
-  // The y and z axes of a grid end at 65,535.
-  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
-  return Launch("ChunkFwdPrepareKernel", kernel,
-                {dim3(p.HV, y, z), Config::kThreads, Config::kBytes}, stream, q_map, k_map, p, ws);
-}
 
 // `chains`: sequences, or numbers of segments.
 template <typename Operand, int kWarpgroups>
@@ -66,7 +50,7 @@ ffi::Error LaunchSummaries(const FwdParams& p, const sm90::Workspace& ws, cudaSt
 template <bool kL2Norm>
 ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStream_t stream) {
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
-  if (p.B * p.T > 0) RETURN_IF_ERROR(LaunchPrepare<kL2Norm>(p, ws, stream));
+  if (p.B * p.T > 0) RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, false>(p, ws, stream)));
   if (ws.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(p, ws, stream));
   const bool cut = ws.segments > 0;
   const int64_t chains = cut ? ws.segments : p.B * p.M;

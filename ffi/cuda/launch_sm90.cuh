@@ -1,4 +1,5 @@
-// Host side of Hopper launches: tensor maps and kernels that may start early.
+// Host side of Hopper launches: tensor maps, kernels that may start early, and prepare, which the
+// forward and the gradient share.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +7,7 @@
 
 #include <string>
 
-#include "chunk_fwd_sm90.cuh"
+#include "chunk_fwd_prepare_sm90.cuh"
 #include "launch.h"
 
 namespace jax_kda::sm90 {
@@ -68,6 +69,21 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
   config.attrs = &early;
   config.numAttrs = shape.early ? 1 : 0;
   return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+template <bool kL2Norm, bool kGradient>
+ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t stream) {
+  CUtensorMap q_map, k_map;
+  RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, p.K, 2));
+  RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, p.K, 2));
+  const auto kernel = p.g_dtype == DType::kF32
+                          ? ChunkFwdPrepareKernel<kL2Norm, float, kGradient>
+                          : ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16, kGradient>;
+  // The y and z axes of a grid end at 65,535.
+  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
+  return Launch("ChunkFwdPrepareKernel", kernel,
+                {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes}, stream, q_map,
+                k_map, p, ws);
 }
 
 }  // namespace jax_kda::sm90
