@@ -159,7 +159,7 @@ def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: b
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
     record = 2 * V * K * 2 + 2 * C * V * 2
-    group = 132 * 32 * 512 * 4 if HV > H else 0
+    group = _SMS * 32 * 512 * 4 if HV > H else 0
     sums = (2 * K + 16) * 4
     plan = 16 * NT + 32 * B * M if packed else 0
     return NT * HV * (image + record + sums) + plan + group + 256
@@ -286,12 +286,8 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
     if platform == "cuda" and (sig.is_gradient or sig.config.op == "chunk"):
         # A result that XLA plans: handlers can't allocate inside a CUDA graph.
         *rows, T, H, _ = x["q"].shape
-        B, HV, M, packed = (
-            math.prod(rows),
-            x["v"].shape[-2],
-            _sequences(sig, x),
-            bool(sig.offsets_step),
-        )
+        B, HV, M = math.prod(rows), x["v"].shape[-2], _sequences(sig, x)
+        packed = sig.offsets_step != 0
         if sig.is_gradient:
             nbytes = chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
         else:

@@ -104,13 +104,6 @@ __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Wor
   }
 }
 
-// Where a warpgroup and its lanes are.
-struct ScanPlace {
-  int v_half, thread, lane, t;
-  uint32_t fragment;   // value tiles, transposed: this warp's 16 V of 16 tokens
-  uint32_t state_row;  // S or dS, of the staged tile: this lane's row of 16 and first piece
-};
-
 // S or dS as left operand -> its tile on the way out, times `factor`.
 template <typename Operand>
 __device__ __forceinline__ void StageState(const uint32_t (&a)[32], float factor, uint32_t staged,
@@ -169,28 +162,6 @@ __device__ __forceinline__ float MaxValue(const uint32_t (&u)[16]) {
   return StateScale::WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
 }
 
-// S -> the left operand of this chunk, and S decayed to its end.
-template <typename Operand>
-__device__ __forceinline__ void PackState(uint32_t (&a)[32], float (&S)[64], StateScale& scale,
-                                          float growth, uint32_t decays, int t) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-  // Twice where a state that shrank was too small to tell how small.
-  for (int i = 0; std::is_same_v<Operand, Fp16> && i < 2; ++i) {
-    if (!scale.Rescale(S, scale.StateBound(a) + growth)) break;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) a[j] = Pack<Operand>(S[2 * j], S[2 * j + 1]);
-  }
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    const float2 decay = LdsF32x2(decays + (8 * j + 2 * t) * 4);
-    S[4 * j] *= decay.x;
-    S[4 * j + 1] *= decay.y;
-    S[4 * j + 2] *= decay.x;
-    S[4 * j + 3] *= decay.y;
-  }
-}
-
 // The warpgroup of 64 V columns. `p`: the forward's parameters, or for the reverse scan those of
 // the call that it is: v is do, o is dv, initial_state is dfinal_state.
 template <bool kReverse, typename Operand, typename Config>
@@ -217,8 +188,7 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
   StateScale scale;
   if (kScaled) scale.Rescale(S, scale.StateBound(S));
 
-  const uint32_t fragment =
-      Swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warp * 2 + ((lane >> 3) & 1));
+  const uint32_t fragment = ValueFragment(warp, lane);
   const int tile_half = (C::kWarpgroups == 1 ? 0 : v_half) * kHalfTile;
   const uint32_t states = smem + C::kStates + v_half * 64 * 128;  // this warpgroup's rows
   const uint32_t ys = smem + C::kYs + v_half * kHalfTile;

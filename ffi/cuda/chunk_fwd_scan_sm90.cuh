@@ -287,6 +287,28 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
   }
 }
 
+// S -> the left operand of this chunk, and S decayed to its end.
+template <typename Operand>
+__device__ __forceinline__ void PackState(uint32_t (&a)[32], float (&S)[64], StateScale& scale,
+                                          float growth, uint32_t decays, int t) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
+  // Twice where a state that shrank was too small to tell how small.
+  for (int i = 0; std::is_same_v<Operand, Fp16> && i < 2; ++i) {
+    if (!scale.Rescale(S, scale.StateBound(a) + growth)) break;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) a[j] = Pack<Operand>(S[2 * j], S[2 * j + 1]);
+  }
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    const float2 decay = LdsF32x2(decays + (8 * j + 2 * t) * 4);
+    S[4 * j] *= decay.x;
+    S[4 * j + 1] *= decay.y;
+    S[4 * j + 2] *= decay.x;
+    S[4 * j + 3] *= decay.y;
+  }
+}
+
 // Where this lane addresses v^T or o^T fragments in a tile: matrices (tokens 0-7, V 0-7), (0-7, V
 // 8-15), (8-15, V 0-7), (8-15, V 8-15) of 16 tokens and this warp's V.
 __device__ __forceinline__ uint32_t ValueFragment(int warp, int lane) {
@@ -414,22 +436,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 
     float R[32], O[32];
     uint32_t a[32];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-    // Twice where a state that shrank was too small to tell how small.
-    for (int i = 0; kScaled && i < 2; ++i) {
-      if (!state_scale.Rescale(S, state_scale.StateBound(a) + growth)) break;
-#pragma unroll
-      for (int j = 0; j < 32; ++j) a[j] = Pack<Operand>(S[2 * j], S[2 * j + 1]);
-    }
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 decay = LdsF32x2(decays + (8 * j + 2 * t) * 4);
-      S[4 * j] *= decay.x;
-      S[4 * j + 1] *= decay.y;
-      S[4 * j + 2] *= decay.x;
-      S[4 * j + 3] *= decay.y;
-    }
+    PackState<Operand>(a, S, state_scale, growth, decays, t);
     // A step of 16 channels is 32 bytes on, 4 steps are a half tile; descriptors count in 16 bytes.
     const uint64_t q_decayed = WgmmaDescriptor(operand, 16),
                    k_decayed = WgmmaDescriptor(operand + C::kKDecayed, 16);

@@ -103,8 +103,9 @@ ffi::Error ChunkBwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
   }
   if (b->dfinal_state != nullptr && b->dinitial_state != nullptr &&
       b->dfinal_state_dtype != p.state_dtype) {
-    return Unimplemented(
-        "the CUDA kernel needs `dfinal_state` of the dtype of `initial_state`; got another");
+    const auto name = [](DType dtype) { return dtype == DType::kF32 ? "float32" : "bfloat16"; };
+    return Unimplemented("the CUDA kernel needs `dfinal_state` of the dtype of `initial_state`, ",
+                         name(p.state_dtype), "; got ", name(b->dfinal_state_dtype));
   }
   const int64_t bytes = ChunkBwdWorkspaceBytes(p.B, p.T, p.H, p.HV, p.M, p.offsets != nullptr);
   if (p.workspace_bytes < bytes) {
