@@ -653,3 +653,18 @@ def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, outpu
     message = f"`checkpoint_indices` must come with .* and with a final state; got {got}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(*x.values()))
+
+
+def test_handler_cuts_no_scan_into_less_than_nothing(monkeypatch):
+    attributes = primitive._attributes
+    monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig, segment_chunks=-1))
+    x = arguments()
+    config = primitive.Config(
+        "chunk", "initial_state", 1.0, None, "activated", "probability", False, False, "ffi"
+    )
+    sig = primitive.Signature(config, tuple(x), 0)
+    call = jax.jit(lambda *operands: primitive._ffi_call(sig, "cpu", *operands))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="`segment_chunks` must not be negative; got -1"
+    ):
+        jax.block_until_ready(call(*x.values()))
