@@ -1,19 +1,23 @@
 // Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh).
 //
-// Decays are products of a_i = exp(g_i) <= 1, never exp of a positive number, so any gate works:
-// underflow to 0 is the right answer, -inf is a reset. Operands are decayed over their own quad of
-// 4 rows first (s: the quad's first row, e: its last),
+// Warp w owns the octet of tokens 8 w to 8 w + 7. With c_i the sum of its log decays up to token i
+// and c_7 the whole, an octet's operands are
 //
-//   q_up_i = q_i a_s .. a_i      k_up_i = k_i a_s .. a_i      k_down_j = k_j a_j+1 .. a_e
+//   q_up_i = q_i exp(c_i)    k_up_i = k_i exp(c_i)    k_down_j = k_j exp(c_7 - c_j)
 //
-// and a pair of rows i > j of different quads is  q_up_i (decay between the quads) k_down_j: tensor
-// cores, with the decay between, a factor per quad and channel, multiplied onto the fragments.
-// Pairs within a quad are summed in fp32 while the quad is in registers. What the scan wants, the
-// decay from the chunk's start or to its end, is one more factor per quad and channel.
+// A pair of tokens i > j of different octets is  q_up_i (decay of the octets between) k_down_j, all
+// factors at most 1: tensor cores, with the decay between, one factor a channel, multiplied onto the
+// fragments. What the scan wants, the decay from the chunk's start or to its end, is one more factor
+// an octet and channel.
 //
-// Grid: x = value head, y and z = chunk slot. Block: 8 warps; when building, warp w owns rows 8 w
-// to 8 w + 7 (two quads) and a lane 2 channels of each half, so all decays live in one lane. Three
-// blocks share an SM: 76,576 bytes, 80 registers a thread.
+// Within an octet a pair is  (q_i exp(c_i)) (k_j exp(-c_j))  in TF32, which has the range for it
+// while c_7 >= -64 in base 2. Gates beyond that are no special case of the result, only of the work:
+// from the first token on where some channel's sum is below -64, rows are computed pair by pair from
+// products of exp(g) <= 1 (StrongOctet). So any gate works, underflow to 0 is the right answer, -inf
+// is a reset, and no token's bits depend on a later one.
+//
+// Grid: x = value head, y and z = chunk slot. Block: 8 warps. Three blocks share an SM: 76,576 bytes,
+// 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -27,37 +31,30 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 
 struct PrepareConfig {
   static constexpr int kThreads = 256;
-  static constexpr int kSub = 16;       // rows of a sub-block
-  static constexpr int kQuadSums = 16;  // products within a quad: 10 of q (i >= j), 6 of k (i > j)
-  // Bytes of a row of factors; the 32 put the rows of two quads on different banks.
-  static constexpr int kFactorRow = kHead * 2 + 32;
-  // Rows of factors: 1, `before` of quads 1-3 of sub-blocks 1-3, decay from each earlier quad to
-  // sub-blocks 1-3, totals of quads 1 and 2 of every sub-block.
-  static constexpr int kOne = 0, kBefore = 1, kAcross = kBefore + 9, kTotals = kAcross + 24,
-                       kFactorRows = kTotals + 8;
+  static constexpr int kOctet = 8;  // tokens a warp
 
-  // Shared memory, bytes. Lifetimes: factors, then the blocks of I + L, of its inverse, and A_inv;
-  // quad totals, then Aqk; quad sums, then scratch of the inverse; the gate's bias, then the
-  // chunk's decay.
+  // Shared memory, bytes. Lifetimes: sums of an octet, then factors between octets, both a warp's
+  // own, then the blocks of I + L, of its inverse, and A_inv; decays of octets, then Aqk.
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile;
-  static constexpr int kL = 3 * kTile, kFactors = kL, kAInv = kL;
-  static constexpr int kQuadTotals = kL + 10 * kBlock;          // [16, K] fp32
-  static constexpr int kAqk = kQuadTotals;                      // [64, 64]
-  static constexpr int kScratch = kAqk + kMatrix;               // [4] blocks
-  static constexpr int kSums = kScratch;                        // [16 quads, 16] fp32
-  static constexpr int kLogDecay = kSums + 16 * kQuadSums * 4;  // [8, K] fp32, log2, of 8 rows
-  static constexpr int kBeyond = kLogDecay;  // [8, K / 2] two pairs: decay before, after 8 rows
-  static constexpr int kDecay = kScratch + 4 * kBlock, kGateBias = kDecay;  // [K] fp32
+  static constexpr int kOwn = 3 * kTile, kL = kOwn, kAInv = kOwn;
+  static constexpr int kSumRow = 64 * 4 + 32;  // 64 channels; the 32 put rows on different banks
+  static constexpr int kOwnBytes = kOctet * kSumRow;
+  static constexpr int kFactorRow = kHead * 2;  // of 16-bit factors
+  static constexpr int kScratch = kL + 10 * kBlock;
+  static constexpr int kDecays = kOwn + 8 * kOwnBytes;    // [8, K] fp32, of each octet
+  static constexpr int kLogDecays = kDecays + 8 * kHead * 4;  // [8, K] fp32, base 2
+  static constexpr int kAqk = kDecays;                        // [64, 64]
+  static constexpr int kDecay = kAqk + kMatrix;       // [K] fp32
   static constexpr int kWrites = kDecay + kHead * 4;  // behind the decay, as in the image
-  static constexpr int kQNorm = kWrites + 16, kKNorm = kQNorm + kChunk * 4,
-                       kBeta = kKNorm + kChunk * 4;
+  static constexpr int kBeta = kWrites + 16;
   static constexpr int kBarrier = kBeta + kChunk * 4;
   static constexpr int kBytes = kBarrier + 16;
-  static_assert(kFactorRows * kFactorRow <= 10 * kBlock);
-  static_assert(kLogDecay + 8 * kHead * 4 <= kScratch + 4 * kBlock);
-  static_assert(16 * kHead * 4 == kMatrix);
+  static_assert(kScratch + 4 * kBlock <= kDecays && 6 * kFactorRow <= kOwnBytes);
   static_assert(3 * (kBytes + 1024) <= 228 * 1024,
                 "three blocks an SM, each with 1 KB of the system's");
+
+  // Below this sum of log decays, base 2, an octet's products leave TF32's range.
+  static constexpr float kStrong = -64.f;
 };
 
 template <typename G>
@@ -89,337 +86,329 @@ __device__ __forceinline__ float Softplus2(float y) {
   return z < 0.0625f ? series : y > 20.f ? y : Lg2(1.f + z);
 }
 
-// Log decays, base 2, of a quad and this lane's channels of one half.
-template <typename G>
-__device__ __forceinline__ void QuadDecays(float2 (&log2_a)[4], const GatePair<G> (&g)[4],
-                                           const GateParams& p, float2 bias) {
+// Log decays, base 2, of gate inputs x, but for the factor p.scale of the last two gates, in place.
+template <int N>
+__device__ __forceinline__ void GateDecays(float2 (&x)[N], const GateParams& p, float2 bias) {
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const float2 x = g[r].Floats();
-    log2_a[r] = {fmaf(x.x, p.slope, bias.x), fmaf(x.y, p.slope, bias.y)};
-  }
-  // Uniform, and around the loops, so that the elements of a quad overlap.
+  for (float2& y : x) y = {fmaf(y.x, p.slope, bias.x), fmaf(y.y, p.slope, bias.y)};
+  // Uniform, and around the loops, so that the elements overlap.
   if (p.gate == Gate::kSoftplus) {
 #pragma unroll
-    for (float2& y : log2_a) y = {p.scale * Softplus2(y.x), p.scale * Softplus2(y.y)};
+    for (float2& y : x) y = {Softplus2(y.x), Softplus2(y.y)};
   } else if (p.gate == Gate::kLowerBound) {
 #pragma unroll
-    for (float2& y : log2_a) y = {p.scale * Rcp(1.f + Ex2(y.x)), p.scale * Rcp(1.f + Ex2(y.y))};
+    for (float2& y : x) y = {Rcp(1.f + Ex2(y.x)), Rcp(1.f + Ex2(y.y))};
   }
 }
 
-// One step of a butterfly sum over the warp: 2 kKeep values become kKeep, the upper ones on lanes
-// with bit 2 kKeep.
-template <int kKeep>
-__device__ __forceinline__ void HalveSums(float (&s)[16], int lane) {
-  const bool upper = lane & (2 * kKeep);
-#pragma unroll
-  for (int i = 0; i < kKeep; ++i) {
-    const float low = s[i], high = s[i + kKeep];
-    s[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2 * kKeep);
-  }
-}
-// Sums 16 values over the warp; lane l ends with the sum of value l / 2.
-__device__ __forceinline__ float WarpSum16(float (&s)[16], int lane) {
-  HalveSums<8>(s, lane);
-  HalveSums<4>(s, lane);
-  HalveSums<2>(s, lane);
-  HalveSums<1>(s, lane);
-  return s[0] + __shfl_xor_sync(~0u, s[0], 1);
-}
+// What a warp knows of its octet.
+struct Octet {
+  int left;            // tokens of the sequence from its first one on: rows beyond are not ours
+  float q_norm, k_norm;  // 1 / norm of row lane / 4, 0 of a row of zeros; 1 if not normalised
+};
 
-// 1 / norm, 0 of a row of zeros, of 16 rows of q (warps 0-3) or k (warps 4-7): the diagonal of x
-// x^T, whose right operand is the left's registers.
-__device__ __forceinline__ void RowNorms(uint32_t smem, int warp, int lane) {
-  using C = PrepareConfig;
-  const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
-  const int first = (warp & 3) * C::kSub, g = lane >> 2, t = lane & 3;
-  float low[4] = {}, high[4] = {};  // rows 0-15 times rows 0-7 and 8-15
+// Norms by tensor cores: the diagonal of x x^T, whose right operand is the left's registers. q and
+// k are stacked: accumulators 0, 1 are q's row lane / 4, 2, 3 are k's.
+__device__ __forceinline__ void RowNorms(Octet& octet, uint32_t fragment, int lane) {
+  float q[4] = {}, k[4] = {};
 #pragma unroll
   for (int step = 0; step < kHead / 16; ++step) {
     uint32_t x[4];
-    Ldmatrix(x, tile + (step >> 2) * kHalfTile +
-                    Swizzled(first + (lane & 15), (step & 3) * 2 + (lane >> 4)));
-    Mma<Bf16>(low, x, x[0], x[2]);
-    Mma<Bf16>(high, x, x[1], x[3]);
+    Ldmatrix(x, (fragment ^ (step & 3) << 5) + (step >> 2) * kHalfTile);
+    Mma<Bf16>(q, x, x[0], x[2]);
+    Mma<Bf16>(k, x, x[1], x[3]);
   }
-  if (t == g >> 1) {  // accumulators 0, 1 are row g, 2, 3 row g + 8, at columns 2 t and 2 t + 1
-    const uint32_t norms = smem + (warp < 4 ? C::kQNorm : C::kKNorm) + (first + g) * 4;
-    const float x = g & 1 ? low[1] : low[0], y = g & 1 ? high[3] : high[2];
-    StsF32(norms, x == 0.f ? 0.f : Rsqrt(x + 1e-6f));
-    StsF32(norms + 32, y == 0.f ? 0.f : Rsqrt(y + 1e-6f));
-  }
+  const int row = lane >> 2, diagonal = (lane & ~3) | row >> 1;
+  const float q2 = __shfl_sync(~0u, row & 1 ? q[1] : q[0], diagonal),
+              k2 = __shfl_sync(~0u, row & 1 ? k[3] : k[2], diagonal);
+  octet.q_norm = q2 == 0.f ? 0.f : Rsqrt(q2 + 1e-6f);
+  octet.k_norm = k2 == 0.f ? 0.f : Rsqrt(k2 + 1e-6f);
 }
 
-// This warp's two quads: q_up, k_up, k_down in place of q and k, quad totals, products within
-// quads.
+// fp32 bits whose upper 19, which are what TF32 products read, are x rounded to nearest.
+__device__ __forceinline__ uint32_t RoundTf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+// This warp's octet: q_up, k_up and k_down in place of q and k, its decays, and the products of its
+// own pairs: c 0, 1 are q_i k_j of row i = lane / 4 and columns j = 2 (lane % 4) and the next, c 2, 3
+// are k_i k_j. Whether some channel is stronger than TF32 can take.
 template <typename Operand, bool kL2Norm, typename G>
-__device__ __forceinline__ void BuildQuads(uint32_t smem, const GatePair<G> (&all_g)[2][2][4],
-                                           const GateParams& gate, int valid, int warp, int lane) {
+__device__ __forceinline__ bool BuildOctet(float (&c)[4], uint32_t smem,
+                                           const GatePair<G> (&all_g)[2][8],
+                                           const float2 (&bias)[2], const GateParams& gate,
+                                           const Octet& octet, int warp, int lane) {
   using C = PrepareConfig;
-  const int rows_left = valid - warp * 8;
-  const uint32_t rows = smem + warp * 8 * 128 + lane * 4;
-  GatePair<G> g[2][4];  // of this quad
+  const int row = lane >> 2, t = lane & 3;
+  const uint32_t own = smem + C::kOwn + warp * C::kOwnBytes;
+  const uint32_t sums = own + row * C::kSumRow + t * 8;
+  // Matrices of fragments: q's and k's channels 0-7, q's and k's channels 8-15 of a step.
+  const uint32_t fragment = smem + (lane & 8 ? C::kK : C::kQ) +
+                            Swizzled(warp * 8 + (lane & 7), lane >> 4);
+  const uint32_t down = smem + C::kKDown + Swizzled(warp * 8 + (lane & 7), lane >> 3);
+  const uint32_t decays = smem + C::kDecays + warp * kHead * 4;
+  bool strong = false;
+  GatePair<G> g[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) g[i >> 2][i & 3] = all_g[0][i >> 2][i & 3];
+  for (int i = 0; i < 8; ++i) g[i] = all_g[0][i];
 #pragma unroll 1  // straight code would miss the instruction cache
-  for (int quad = 0; quad < 2; ++quad) {
-    float sums[C::kQuadSums] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t column = InRow(rows, quad * 4) + half * kHalfTile;
-      float2 a[4], q[4], k[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t at = InRow(column, r);
-        const uint32_t q_pair = Lds32(at + C::kQ), k_pair = Lds32(at + C::kK);
-        q[r] = {Bf16Lo(q_pair), Bf16Hi(q_pair)};
-        k[r] = {Bf16Lo(k_pair), Bf16Hi(k_pair)};
-      }
-      if (kL2Norm) {
-        const uint32_t norms = smem + (warp * 8 + quad * 4) * 4;
-        const float4 q_norm = LdsF32x4(norms + C::kQNorm), k_norm = LdsF32x4(norms + C::kKNorm);
-        const float q_norms[4] = {q_norm.x, q_norm.y, q_norm.z, q_norm.w},
-                    k_norms[4] = {k_norm.x, k_norm.y, k_norm.z, k_norm.w};
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          q[r] = {q[r].x * q_norms[r], q[r].y * q_norms[r]};
-          k[r] = {k[r].x * k_norms[r], k[r].y * k_norms[r]};
-        }
-      }
-      QuadDecays(a, g[half], gate, LdsF32x2(smem + C::kGateBias + (half * 64 + 2 * lane) * 4));
-      if (rows_left <
-          quad * 4 +
-              4) {  // another sequence's tokens, or none: selected away, since they may hold NaN
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          if (quad * 4 + r >= rows_left) a[r] = q[r] = k[r] = {0.f, 0.f};
-        }
-      }
-      {
-        // The first quad's sum waits in shared memory: registers are short here.
-        const uint32_t at = smem + C::kLogDecay + (warp * kHead + half * 64 + 2 * lane) * 4;
-        float2 log_decay = {0.f, 0.f};
-        if (quad == 1) log_decay = LdsF32x2(at);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) log_decay = {log_decay.x + a[r].x, log_decay.y + a[r].y};
-        StsF32x2(at, log_decay.x, log_decay.y);
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] = {Ex2(a[r].x), Ex2(a[r].y)};
-      // Row by row; d[j] is k_j decayed to the current row. The sums fill two triangles: q_i k_j, i
-      // >= j, and k_i k_j, i > j.
-      float2 d[4], up = {1.f, 1.f};
-      int next_q = 0, next_k = 10;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        up = {up.x * a[i].x, up.y * a[i].y};
-#pragma unroll
-        for (int j = 0; j < i; ++j) {
-          d[j] = {d[j].x * a[i].x, d[j].y * a[i].y};
-          sums[next_q] = fmaf(q[i].x, d[j].x, fmaf(q[i].y, d[j].y, sums[next_q]));
-          sums[next_k] = fmaf(k[i].x, d[j].x, fmaf(k[i].y, d[j].y, sums[next_k]));
-          ++next_q, ++next_k;
-        }
-        d[i] = k[i];
-        sums[next_q] = fmaf(q[i].x, k[i].x, fmaf(q[i].y, k[i].y, sums[next_q]));
-        ++next_q;
-        const uint32_t at = InRow(column, i);
-        Sts32(at + C::kQ, Pack<Operand>(q[i].x * up.x, q[i].y * up.y));
-        Sts32(at + C::kK, Pack<Operand>(k[i].x * up.x, k[i].y * up.y));
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        Sts32(InRow(column, r) + C::kKDown, Pack<Operand>(d[r].x, d[r].y));
-      }
-      StsF32x2(smem + C::kQuadTotals + ((warp * 2 + quad) * kHead + half * 64 + 2 * lane) * 4, up.x,
-               up.y);
-    }
-    const float sum = WarpSum16(sums, lane);
-    if ((lane & 1) == 0)
-      StsF32(smem + C::kSums + ((warp * 2 + quad) * C::kQuadSums + (lane >> 1)) * 4, sum);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) g[i >> 2][i & 3] = all_g[1][i >> 2][i & 3];
-  }
-}
-
-__device__ __forceinline__ float2 Product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
-
-// Decays between quads, as operands, one row of `factors` each; decays beyond every 8 rows; the
-// chunk's decay. A thread takes a pair of channels; each pair of warps takes a kind.
-template <typename Operand>
-__device__ __forceinline__ void BuildFactors(uint32_t smem, int tid) {
-  using C = PrepareConfig;
-  const int c = (tid & 63) * 2, kind = tid >> 6;
-  const uint32_t column = smem + c * 4;
-  auto total = [&](int quad) { return LdsF32x2(column + C::kQuadTotals + quad * kHead * 4); };
-  // A lane of a fragment takes channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16: they lie
-  // side by side.
-  const uint32_t place = smem + C::kFactors + (c & ~15) * 2 + (c >> 1 & 3) * 8 + (c >> 3 & 1) * 4;
-  auto store = [&](int row, float2 x) {
-    Sts32(place + row * C::kFactorRow, Pack<Operand>(x.x, x.y));
-  };
-  auto store_across = [&](auto sub) {
-    constexpr int I = decltype(sub)::value;
-    float2 totals[4 * I], across = {1.f, 1.f};
-#pragma unroll
-    for (int quad = 0; quad < 4 * I; ++quad) totals[quad] = total(quad);
-#pragma unroll
-    for (int quad = 4 * I - 1; quad >= 0; --quad) {
-      store(C::kAcross + 2 * I * (I - 1) + quad, across);
-      across = Product(across, totals[quad]);
-    }
-  };
-  if (kind == 0) {
-    store_across(std::integral_constant<int, 3>{});
-  } else if (kind == 1) {
-    store_across(std::integral_constant<int, 2>{});
-    store_across(std::integral_constant<int, 1>{});
-  } else if (kind == 2) {
-    store(C::kOne, {1.f, 1.f});
-#pragma unroll
-    for (int I = 0; I < 4; ++I) {
-      const float2 t0 = total(4 * I), t1 = total(4 * I + 1), t2 = total(4 * I + 2);
-      store(C::kTotals + 2 * I, t1);
-      store(C::kTotals + 2 * I + 1, t2);
-      if (I > 0) {
-        store(C::kBefore + 3 * (I - 1), t0);
-        store(C::kBefore + 3 * (I - 1) + 1, Product(t0, t1));
-        store(C::kBefore + 3 * (I - 1) + 2, Product(Product(t0, t1), t2));
-      }
-    }
-  } else {
-    float2 eight[8], before[8], log_decay = {0.f, 0.f}, after = {1.f, 1.f};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      eight[i] = Product(total(2 * i), total(2 * i + 1));
-      const float2 x = LdsF32x2(column + C::kLogDecay + i * kHead * 4);
-      log_decay = {log_decay.x + x.x, log_decay.y + x.y};
-    }
-    StsF32x2(column + C::kDecay, Ex2(log_decay.x), Ex2(log_decay.y));
-    before[0] = after;
-#pragma unroll
-    for (int i = 1; i < 8; ++i) before[i] = Product(before[i - 1], eight[i - 1]);
-#pragma unroll
-    for (int i = 7; i >= 0; --i) {
-      Sts32(column + C::kBeyond + i * kHead * 4, Pack<Operand>(before[i].x, before[i].y));
-      Sts32(column + C::kBeyond + i * kHead * 4 + 4, Pack<Operand>(after.x, after.y));
-      after = Product(after, eight[i]);
-    }
-  }
-}
-
-// Warp w < 6 takes the products of the w-th pair of sub-blocks (I, J), I > J, row by row.
-__device__ __forceinline__ int SubBlockRow(int warp) { return warp >= 3 ? 3 : warp >= 1 ? 2 : 1; }
-
-// Products of sub-block I with an earlier sub-block J: c[0] = q k, c[1] = k k, each 16x16 in two
-// 16x8 accumulators.
-template <typename Operand>
-__device__ __forceinline__ void SubBlockProducts(float (&c)[2][2][4], uint32_t smem, int I, int J,
-                                                 int lane) {
-  using C = PrepareConfig;
-  const int a_row = I * C::kSub + (lane & 15), a_piece = lane >> 4;
-  const int b_row = J * C::kSub + (lane & 7) + (lane >> 4) * 8, b_piece = (lane >> 3) & 1;
-  // Fragments hold rows g = lane / 4 and g + 8: quads g / 4 and 2 + g / 4.
-  const int low = lane >> 4, high = 2 + low;
-  const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
-  const uint32_t before_low =
-      factors + (low == 0 ? C::kOne : C::kBefore + 3 * (I - 1)) * C::kFactorRow;
-  const uint32_t before_high = factors + (C::kBefore + 3 * (I - 1) + high - 1) * C::kFactorRow;
-  const uint32_t across = factors + (C::kAcross + 2 * I * (I - 1) + 4 * J + low) * C::kFactorRow;
-#pragma unroll 4
-  for (int step = 0; step < kHead / 16; ++step) {
-    const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
-    uint32_t q[4], k[4], b[4];
-    Ldmatrix(q, smem + C::kQ + half + Swizzled(a_row, piece + a_piece));
-    Ldmatrix(k, smem + C::kK + half + Swizzled(a_row, piece + a_piece));
-    Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
-    const uint2 low_factor = Lds64(before_low + step * 32),
-                high_factor = Lds64(before_high + step * 32);
-    const uint32_t before[4] = {low_factor.x, high_factor.x, low_factor.y, high_factor.y};
-#pragma unroll
-    for (int i = 0; i < 4;
-         ++i) {  // rows g, g + 8, g, g + 8; channels 0-7, 0-7, 8-15, 8-15 of the step
-      q[i] = MulX2<Operand>(q[i], before[i]);
-      k[i] = MulX2<Operand>(k[i], before[i]);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {  // columns g, then g + 8; channels 0-7, 8-15
-      const uint2 factor = Lds64(across + n * 2 * C::kFactorRow + step * 32);
-      b[2 * n] = MulX2<Operand>(b[2 * n], factor.x);
-      b[2 * n + 1] = MulX2<Operand>(b[2 * n + 1], factor.y);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      Mma<Operand>(c[0][n], q, b[2 * n], b[2 * n + 1]);
-      Mma<Operand>(c[1][n], k, b[2 * n], b[2 * n + 1]);
-    }
-  }
-}
-
-// Products within sub-block I, between its quads. `outer`: rows 8-15 x 0-7; `inner`: rows 4-7 x 0-3
-// and 12-15 x 8-11. q and k are stacked: accumulators 0, 1 are q's, 2, 3 are k's.
-template <typename Operand>
-__device__ __forceinline__ void DiagonalProducts(float (&outer)[4], float (&inner)[4],
-                                                 uint32_t smem, int I, int lane) {
-  using C = PrepareConfig;
-  const int r = lane & 7,
-            pick = lane >> 3;  // this lane's row of which of the four 8x8 matrices it addresses
-  const int start = I * C::kSub;
-  const int inner_lower = start + 4 + r + (r & 4), inner_upper = start + r + (r & 4);
-  const uint32_t a_tile = smem + (pick & 1 ? C::kK : C::kQ), a_piece = pick >> 1;
-  const int b_row = pick < 2 ? start + r : inner_upper, b_piece = pick & 1;
-  const bool far =
-      lane >= 16;  // fragment rows 4-7: for `outer`, quad 3 on the left, quad 1 on the right
-  const uint32_t factors = smem + C::kFactors + (lane & 3) * 8;
-  const uint32_t left = factors + (far ? C::kTotals + 2 * I + 1 : C::kOne) * C::kFactorRow;
-  const uint32_t right = factors + (far ? C::kOne : C::kTotals + 2 * I) * C::kFactorRow;
-#pragma unroll
-  for (int step = 0; step < kHead / 16; ++step) {
-    const uint32_t half = (step >> 2) * kHalfTile, piece = (step & 3) * 2;
-    uint32_t a[4], a_inner[4], b[4];
-    Ldmatrix(a, a_tile + half + Swizzled(start + 8 + r, piece + a_piece));
-    Ldmatrix(a_inner, a_tile + half + Swizzled(inner_lower, piece + a_piece));
-    Ldmatrix(b, smem + C::kKDown + half + Swizzled(b_row, piece + b_piece));
-    const uint2 left_factor = Lds64(left + step * 32), right_factor = Lds64(right + step * 32);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = MulX2<Operand>(a[i], i < 2 ? left_factor.x : left_factor.y);
-    Mma<Operand>(outer, a, MulX2<Operand>(b[0], right_factor.x),
-                 MulX2<Operand>(b[1], right_factor.y));
-    Mma<Operand>(inner, a_inner, b[2], b[3]);
-  }
-}
-
-// Quad operands -> chunk operands, in place, of this warp's two quads: q_decayed, k_decayed,
-// k_restored.
-template <typename Operand>
-__device__ __forceinline__ void ExtendToChunk(uint32_t smem, const uint32_t (&totals)[2][2],
-                                              const uint2 (&beyond)[2], int warp, int lane) {
-  using C = PrepareConfig;
-#pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t before = beyond[half].x, after = beyond[half].y;
+    {
+      float2 x[8], sum = {0.f, 0.f};
 #pragma unroll
-    for (int quad = 0; quad < 2; ++quad) {
-      const uint32_t up = quad == 0 ? before : MulX2<Operand>(before, totals[0][half]);
-      const uint32_t down = quad == 1 ? after : MulX2<Operand>(after, totals[1][half]);
-      const uint32_t column = smem + half * kHalfTile + warp * 8 * 128 + lane * 4;
-      uint32_t x[12];
+      for (int i = 0; i < 8; ++i) x[i] = g[i].Floats();
+      GateDecays(x, gate, half == 0 ? bias[0] : bias[1]);
+      const float scale = gate.gate == Gate::kActivated ? 1.f : gate.scale;
+      __syncwarp();
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t at = InRow(column, quad * 4 + r);
-        x[r] = Lds32(at + C::kQ);
-        x[4 + r] = Lds32(at + C::kK);
-        x[8 + r] = Lds32(at + C::kKDown);
+      for (int i = 0; i < 8; ++i) {
+        if (i < octet.left) sum = {fmaf(x[i].x, scale, sum.x), fmaf(x[i].y, scale, sum.y)};
+        StsF32x2(own + i * C::kSumRow + lane * 8, sum.x, sum.y);
       }
+      strong |= fminf(sum.x, sum.y) < C::kStrong;
+      StsF32x2(decays + half * 256 + lane * 8, Ex2(sum.x), Ex2(sum.y));
+      StsF32x2(decays + half * 256 + lane * 8 + (C::kLogDecays - C::kDecays), sum.x, sum.y);
+      __syncwarp();
+    }
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t at = InRow(column, quad * 4 + r);
-        Sts32(at + C::kQ, MulX2<Operand>(x[r], up));
-        Sts32(at + C::kK, MulX2<Operand>(x[4 + r], up));
-        Sts32(at + C::kKDown, MulX2<Operand>(x[8 + r], down));
+    for (int pair = 0; pair < 2; ++pair) {  // of steps
+      uint32_t k_down[4];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        const int step = 2 * pair + u;  // 16 channels: this lane's are 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+        const uint32_t at = (fragment ^ step << 5) + half * kHalfTile;
+        uint32_t x[4];
+        Ldmatrix(x, at);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const float2 sum = LdsF32x2(sums + step * 64 + m * 32);
+          const float2 total = LdsF32x2(decays + half * 256 + t * 8 + step * 64 + m * 32);
+          float2 q = {Bf16Lo(x[2 * m]), Bf16Hi(x[2 * m])},
+                 k = {Bf16Lo(x[2 * m + 1]), Bf16Hi(x[2 * m + 1])};
+          if (kL2Norm) {
+            q = {q.x * octet.q_norm, q.y * octet.q_norm};
+            k = {k.x * octet.k_norm, k.y * octet.k_norm};
+          }
+          const float2 up = {Ex2(sum.x), Ex2(sum.y)};
+          const float2 left = {k.x * Ex2(-sum.x), k.y * Ex2(-sum.y)};
+          q = {q.x * up.x, q.y * up.y};
+          k = {k.x * up.x, k.y * up.y};
+          const uint32_t a[4] = {RoundTf32(q.x), RoundTf32(k.x), RoundTf32(q.y), RoundTf32(k.y)};
+          MmaTf32(c, a, RoundTf32(left.x), RoundTf32(left.y));
+          x[2 * m] = Pack<Operand>(q.x, q.y);
+          x[2 * m + 1] = Pack<Operand>(k.x, k.y);
+          k_down[2 * u + m] = Pack<Operand>(left.x * total.x, left.y * total.y);
+        }
+        Stmatrix(at, x[0], x[1], x[2], x[3]);
+      }
+      Stmatrix((down ^ pair << 6) + half * kHalfTile, k_down[0], k_down[1], k_down[2], k_down[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g[i] = all_g[1][i];
+  }
+  return __any_sync(~0u, strong);
+}
+
+// Four neighbouring channels of a token, as given.
+template <typename T>
+__device__ __forceinline__ float4 LoadChannels(const void* base, int64_t at) {
+  if constexpr (sizeof(T) == 4) {
+    return *reinterpret_cast<const float4*>(static_cast<const float*>(base) + at);
+  } else {
+    const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(base) + at);
+    return {Bf16Lo(x.x), Bf16Hi(x.x), Bf16Lo(x.y), Bf16Hi(x.y)};
+  }
+}
+
+// An octet whose decays leave TF32's range, from the inputs: k_down anew, and the rows of c from the
+// first on that has such a decay. Every decay is a product of exp(g) <= 1. Slow: 1,000 and more
+// instructions a row.
+template <typename Operand, bool kL2Norm, typename G>
+__device__ __forceinline__ void StrongOctet(float (&c)[4], uint32_t smem, const FwdParams& p,
+                                            const ChunkSlot& chunk, const GateParams& gate,
+                                            const Octet& octet, int h, int warp, int lane) {
+  using C = PrepareConfig;
+  const int K = static_cast<int>(p.K), channel = 4 * lane;
+  const int64_t HV = p.HV, token = int64_t{chunk.token} + warp * 8;
+  const int qk_head = static_cast<int>(h / (HV / p.H));
+  float4 bias = {0.f, 0.f, 0.f, 0.f};
+  if (channel < K && p.dt_bias != nullptr) {
+    bias = LoadChannels<float>(p.dt_bias, chunk.row * p.dt_bias_stride + h * K + channel);
+  }
+  auto row_of = [&](const void* base, int i, float norm) -> float4 {
+    const float r = __shfl_sync(~0u, norm, 4 * i);
+    if (i >= octet.left || channel >= K) return {0.f, 0.f, 0.f, 0.f};
+    const float4 x = LoadChannels<__nv_bfloat16>(base, ((token + i) * p.H + qk_head) * K + channel);
+    return kL2Norm ? float4{x.x * r, x.y * r, x.z * r, x.w * r} : x;
+  };
+  auto log_decays = [&](int i) -> float4 {
+    if (i >= octet.left || channel >= K) return {0.f, 0.f, 0.f, 0.f};
+    const float4 x = LoadChannels<G>(p.g, ((token + i) * HV + h) * K + channel);
+    float2 y[1] = {{x.x, x.y}}, z[1] = {{x.z, x.w}};
+    GateDecays(y, gate, {bias.x * gate.slope, bias.y * gate.slope});
+    GateDecays(z, gate, {bias.z * gate.slope, bias.w * gate.slope});
+    const float scale = gate.gate == Gate::kActivated ? 1.f : gate.scale;
+    return {y[0].x * scale, y[0].y * scale, z[0].x * scale, z[0].y * scale};
+  };
+  auto decay = [&](float4& x, int i) {
+    const float4 log2_a = log_decays(i);
+    x = {x.x * Ex2(log2_a.x), x.y * Ex2(log2_a.y), x.z * Ex2(log2_a.z), x.w * Ex2(log2_a.w)};
+  };
+  auto dot = [](float4 x, float4 y) {
+    return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w)));
+  };
+
+  __syncwarp();
+  float4 d = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll 1
+  for (int j = 7; j >= 0; --j) {
+    const float4 k = row_of(p.k, j, octet.k_norm);
+    const uint32_t at = smem + C::kKDown + (lane >> 4) * kHalfTile +
+                        Swizzled(warp * 8 + j, lane >> 1 & 7) + (lane & 1) * 8;
+    Sts32(at, Pack<Operand>(k.x * d.x, k.y * d.y));
+    Sts32(at + 4, Pack<Operand>(k.z * d.z, k.w * d.w));
+    decay(d, j);
+  }
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+  int first = 8;
+#pragma unroll 1
+  for (int i = 0; i < 8 && first == 8; ++i) {
+    const float4 x = log_decays(i);
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    const bool strong = fminf(fminf(sum.x, sum.y), fminf(sum.z, sum.w)) < C::kStrong;
+    if (__any_sync(~0u, strong)) first = i;
+  }
+#pragma unroll 1
+  for (int i = first; i < 8; ++i) {
+    float4 q = row_of(p.q, i, octet.q_norm), k = row_of(p.k, i, octet.k_norm);
+#pragma unroll 1
+    for (int j = i; j >= 0; --j) {
+      const float4 other = row_of(p.k, j, octet.k_norm);
+      float qk = dot(q, other), kk = dot(k, other);
+#pragma unroll
+      for (int mask = 16; mask > 0; mask >>= 1) {
+        qk += __shfl_xor_sync(~0u, qk, mask);
+        kk += __shfl_xor_sync(~0u, kk, mask);
+      }
+      if (lane >> 2 == i && (lane & 3) == j >> 1) {
+        c[0] = j & 1 ? c[0] : qk;
+        c[1] = j & 1 ? qk : c[1];
+        c[2] = j & 1 ? c[2] : kk;
+        c[3] = j & 1 ? kk : c[3];
+      }
+      decay(q, j);
+      decay(k, j);
+    }
+  }
+  __syncwarp();
+}
+
+// The octets that a warp pairs: of a later one `row` with earlier ones, `first` and down, `count` of
+// them. Warps 4 to 7 take four earlier octets of their own; warps 0 to 3 all of their own and what is
+// left of octet 7 - warp: three in all.
+struct OctetPairs {
+  int row, first, count;
+};
+__device__ __forceinline__ OctetPairs OwnPairs(int warp) {
+  return warp < 4 ? OctetPairs{warp, warp - 1, warp} : OctetPairs{warp, 3, 4};
+}
+__device__ __forceinline__ OctetPairs HelpedPairs(int warp) {
+  return {7 - warp, 6 - warp, warp < 4 ? 3 - warp : 0};
+}
+
+__device__ __forceinline__ float4 Product(float4 x, float4 y) {
+  return {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w};
+}
+
+// Factors between octets, as operands, and from the chunk's start to this warp's octet and from its
+// end to the chunk's, to this warp's own memory: a row each, pairs first. A lane takes four channels.
+// In the rows of pairs what a lane of a fragment wants of 32 channels lies side by side: 2 t, 2 t + 1
+// and the same 8, 16, 24 further on.
+template <typename Operand>
+__device__ __forceinline__ void BuildFactors(uint32_t smem, int warp, int lane) {
+  using C = PrepareConfig;
+  const uint32_t own = smem + C::kOwn + warp * C::kOwnBytes;
+  const uint32_t pair_at = own + (lane >> 3) * 64 + (lane & 1) * 32 + (lane >> 1 & 3) * 4;
+  const uint32_t decays = smem + C::kDecays + lane * 16;
+  auto octet = [&](int o) { return LdsF32x4(decays + o * kHead * 4); };
+  auto store_pair = [&](int n, float4 x) {
+    Sts32(pair_at + n * C::kFactorRow, Pack<Operand>(x.x, x.y));
+    Sts32(pair_at + n * C::kFactorRow + 16, Pack<Operand>(x.z, x.w));
+  };
+  auto store = [&](int n, float4 x) {
+    const uint32_t at = own + n * C::kFactorRow + lane * 8;
+    Sts32(at, Pack<Operand>(x.x, x.y));
+    Sts32(at + 4, Pack<Operand>(x.z, x.w));
+  };
+  constexpr float4 kOne = {1.f, 1.f, 1.f, 1.f};
+  float4 x = kOne;
+#pragma unroll 1
+  for (int o = warp - 1; o >= 4; --o) x = Product(x, octet(o));
+  const OctetPairs mine = OwnPairs(warp), helped = HelpedPairs(warp);
+#pragma unroll 1
+  for (int n = 0; n < mine.count; ++n) {
+    store_pair(n, x);
+    x = Product(x, octet(mine.first - n));
+  }
+  store(4, x);
+  x = kOne;
+#pragma unroll 1
+  for (int n = 0; n < helped.count; ++n) {
+    store_pair(mine.count + n, x);
+    x = Product(x, octet(helped.first - n));
+  }
+  x = kOne;
+#pragma unroll 1
+  for (int o = warp + 1; o < 8; ++o) x = Product(x, octet(o));
+  store(5, x);
+}
+
+// Products of octet pairs, at most kMax; c as in BuildOctet. `factors`: the first pair's row.
+template <typename Operand, int kMax>
+__device__ __forceinline__ void PairProducts(float (*c)[4], uint32_t smem, uint32_t factors,
+                                             const OctetPairs& pairs, int lane) {
+  using C = PrepareConfig;
+  if (pairs.count == 0) return;
+  const uint32_t left = smem + (lane & 8 ? C::kK : C::kQ) +
+                        Swizzled(pairs.row * 8 + (lane & 7), lane >> 4);
+  const uint32_t right = smem + C::kKDown + Swizzled(pairs.first * 8 + (lane & 7), lane >> 3);
+  factors += (lane & 3) * 16;
+#pragma unroll 1
+  for (int step = 0; step < kHead / 32; ++step) {
+    const uint32_t half = (step >> 1) * kHalfTile, piece = (step & 1) << 6;
+    uint32_t a0[4], a1[4];
+    Ldmatrix(a0, (left ^ piece) + half);
+    Ldmatrix(a1, (left ^ piece ^ 32) + half);
+#pragma unroll
+    for (int n = 0; n < kMax; ++n) {
+      if (n < pairs.count) {
+        uint32_t b[4];
+        Ldmatrix(b, (right ^ piece) + half - n * 1024);
+        const uint4 f = Lds128(factors + n * C::kFactorRow + step * 64);
+        Mma<Operand>(c[n], a0, MulX2<Operand>(b[0], f.x), MulX2<Operand>(b[1], f.y));
+        Mma<Operand>(c[n], a1, MulX2<Operand>(b[2], f.z), MulX2<Operand>(b[3], f.w));
       }
     }
+  }
+}
+
+// Octet operands -> chunk operands, in place, of this warp's octet: q_decayed, k_decayed,
+// k_restored. A lane takes a 16-byte piece of every other row, with factors before and after.
+template <typename Operand>
+__device__ __forceinline__ void ExtendToChunk(uint32_t smem, uint4 before, uint4 after, int warp,
+                                              int lane) {
+  using C = PrepareConfig;
+  const uint32_t first = smem + (lane >> 3 & 1) * kHalfTile +
+                         Swizzled(warp * 8 + (lane >> 4), lane & 7);
+  auto extend = [](uint4 x, uint4 y) -> uint4 {
+    return {MulX2<Operand>(x.x, y.x), MulX2<Operand>(x.y, y.y), MulX2<Operand>(x.z, y.z),
+            MulX2<Operand>(x.w, y.w)};
+  };
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const uint32_t at = InRow(first, i);
+    const uint4 q = Lds128(at + C::kQ), k = Lds128(at + C::kK), k_down = Lds128(at + C::kKDown);
+    Sts128(at + C::kQ, extend(q, before));
+    Sts128(at + C::kK, extend(k, before));
+    Sts128(at + C::kKDown, extend(k_down, after));
   }
 }
 
@@ -438,55 +427,21 @@ __device__ __forceinline__ float NotZero(float beta) {
   return fabsf(beta) < 0x1p-40f ? 0x1p-40f : beta;
 }
 
-// The products in registers and the sums within quads -> Aqk, and L = diag(beta) Akk for the
-// inverse.
+// Products of octets `row` and `column`, as in BuildOctet -> Aqk, with zeros in the pair's place
+// above the diagonal, and L = diag(beta) Akk for the inverse.
 template <typename Operand, bool kGradient>
-__device__ __forceinline__ void StoreProducts(const float (&c)[2][2][4], uint32_t smem, int tid,
-                                              int warp, int lane) {
-  using C = PrepareConfig;
-  const int row = lane >> 2, column = (lane & 3) * 2;
-  auto beta_of = [&](int i) {
-    const float beta = LdsF32(smem + C::kBeta + i * 4);
-    return kGradient ? NotZero(beta) : beta;
-  };
-  // Row i, columns j and j + 1.
-  auto store = [&](int i, int j, float qk0, float qk1, float kk0, float kk1) {
-    const float beta = beta_of(i);
-    Sts32(AqkAddress(smem, i, j), Pack<Operand>(qk0, qk1));
-    StsF32x2(LAddress(smem, i, j), beta * kk0, beta * kk1);
-  };
-  if (warp < 6) {
-    const int I = SubBlockRow(warp), J = warp - I * (I - 1) / 2;
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        store(I * 16 + row + 8 * upper, J * 16 + n * 8 + column, c[0][n][2 * upper],
-              c[0][n][2 * upper + 1], c[1][n][2 * upper], c[1][n][2 * upper + 1]);
-      }
-    }
+__device__ __forceinline__ void StoreProducts(const float (&c)[4], uint32_t smem, int row,
+                                              int column, int lane) {
+  const int i = row * 8 + (lane >> 2), j = column * 8 + (lane & 3) * 2;
+  const float raw = LdsF32(smem + PrepareConfig::kBeta + i * 4);
+  const float beta = kGradient ? NotZero(raw) : raw;
+  if (row == column) {
+    Sts32(AqkAddress(smem, i, j), Pack<Operand>(i >= j ? c[0] : 0.f, i > j ? c[1] : 0.f));
   } else {
-#pragma unroll
-    for (int d = 0; d < 2; ++d) {
-      const int start = ((warp - 6) * 2 + d) * 16;
-      store(start + 8 + row, start + column, c[d][0][0], c[d][0][1], c[d][0][2], c[d][0][3]);
-      if ((row < 4) == (column < 4)) {
-        store(start + 4 + row + (row & 4), start + column + (column & 4), c[d][1][0], c[d][1][1],
-              c[d][1][2], c[d][1][3]);
-      }
-    }
+    Sts32(AqkAddress(smem, i, j), Pack<Operand>(c[0], c[1]));
+    Sts32(AqkAddress(smem, column * 8 + (lane >> 2), row * 8 + (lane & 3) * 2), 0);
   }
-  {  // within quads: a thread takes one of the 16 sums of one of the 16 quads
-    constexpr uint32_t kRows = 0xfe9ffa94, kColumns = 0x910e4910;  // of sum s: bits 2 s, 2 s + 1
-    const int s = tid & 15, quad = tid >> 4;
-    const int i = quad * 4 + (kRows >> 2 * s & 3), j = quad * 4 + (kColumns >> 2 * s & 3);
-    const float sum = LdsF32(smem + C::kSums + tid * 4);
-    if (s < 10) {
-      Sts16(AqkAddress(smem, i, j), Pack<Operand>(sum, 0.f));
-    } else {
-      StsF32(LAddress(smem, i, j), beta_of(i) * sum);
-    }
-  }
+  StsF32x2(LAddress(smem, i, j), beta * c[2], beta * c[3]);
 }
 
 // The inverse in fp32 blocks -> A_inv, with beta in its columns, in their place; by four warps. A
@@ -572,18 +527,20 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     TmaLoad(smem + C::kQ, &q_map, smem + C::kBarrier, qk_head, chunk.token, 0);
     TmaLoad(smem + C::kK, &k_map, smem + C::kBarrier, qk_head, chunk.token, 0);
   }
-  GatePair<G> g[2][2][4];  // this lane's channels of this warp's rows: quad, half, row
+  Octet octet{chunk.valid - warp * 8, 1.f, 1.f};
+  const int K = static_cast<int>(p.K);
+  GatePair<G> g[2][8];  // this lane's two channels of each half of this warp's rows
   {
     const uint32_t stride = HV * static_cast<uint32_t>(p.K);
-    const int second_half = static_cast<int>(p.K) - 64;  // the first one again, if it is all
+    const int second_half = K - 64;  // the first one again, if it is all
     const G* row =
         static_cast<const G*>(p.g) + (int64_t{chunk.token + warp * 8} * HV + h) * p.K + 2 * lane;
 #pragma unroll
     for (int r = 0; r < 8; ++r, row += stride) {
-      g[r >> 2][0][r & 3] = g[r >> 2][1][r & 3] = {};
-      if (warp * 8 + r < chunk.valid) {
-        g[r >> 2][0][r & 3] = *reinterpret_cast<const GatePair<G>*>(row);
-        g[r >> 2][1][r & 3] = *reinterpret_cast<const GatePair<G>*>(row + second_half);
+      g[0][r] = g[1][r] = {};
+      if (r < octet.left) {
+        g[0][r] = *reinterpret_cast<const GatePair<G>*>(row);
+        g[1][r] = *reinterpret_cast<const GatePair<G>*>(row + second_half);
       }
     }
   }
@@ -594,89 +551,103 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     beta_bits = p.beta_dtype == DType::kF32 ? static_cast<const uint32_t*>(p.beta)[at]
                                             : static_cast<const uint16_t*>(p.beta)[at];
   }
-  __syncthreads();
-  const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
-  float dt_bias = 0.f;
-  const int K = static_cast<int>(p.K);
-  if (tid < K && p.dt_bias != nullptr) {
-    dt_bias = p.dt_bias[chunk.row * p.dt_bias_stride + h * K + tid];
+  float2 bias[2] = {};
+  if (p.dt_bias != nullptr) {
+    const float* at = p.dt_bias + chunk.row * p.dt_bias_stride + h * K + 2 * lane;
+    bias[0] = *reinterpret_cast<const float2*>(at);
+    bias[1] = *reinterpret_cast<const float2*>(at + K - 64);
   }
-  MbarrierWait(smem + C::kBarrier, 0);
-  if (kL2Norm) RowNorms(smem, warp, lane);
+  const float A_log = p.A_log == nullptr ? 0.f : p.A_log[chunk.row * p.A_log_stride + h];
+  __syncthreads();
+  GateParams gate{p.gate, kLog2E, -Ex2(kLog2E * A_log)};
+  if (p.gate == Gate::kLowerBound) gate = {p.gate, kLog2E * gate.scale, p.lower_bound * kLog2E};
+#pragma unroll
+  for (float2& b : bias) b = {b.x * gate.slope, b.y * gate.slope};
   if (tid < kChunk) {
     float beta = __uint_as_float(p.beta_dtype == DType::kF32 ? beta_bits : beta_bits << 16);
     if (p.beta_mode != BetaMode::kProbability) beta = Rcp(1.f + Ex2(-kLog2E * beta));
     if (p.beta_mode == BetaMode::kTwoSigmoid) beta *= 2.f;
     StsF32(smem + C::kBeta + tid * 4, tid < chunk.valid ? beta : 0.f);
   }
-  GateParams gate{p.gate, kLog2E, -Ex2(kLog2E * A_log)};
-  if (p.gate == Gate::kLowerBound) gate = {p.gate, kLog2E * gate.scale, p.lower_bound * kLog2E};
-  if (tid < kHead) StsF32(smem + C::kGateBias + tid * 4, dt_bias * gate.slope);
-  __syncthreads();
-  BuildQuads<Operand, kL2Norm>(smem, g, gate, chunk.valid, warp, lane);
-  __syncthreads();
-  BuildFactors<Operand>(smem, tid);
+  MbarrierWait(smem + C::kBarrier, 0);
+
+  float own[4] = {};  // products of this warp's octet with itself
+  {
+    if (octet.left < 8) {  // another sequence's tokens, or none: they may hold NaN
+      for (int r = max(octet.left, 0) + (lane >> 4); r < 8; r += 2) {
+        const uint32_t at =
+            smem + (lane >> 3 & 1) * kHalfTile + Swizzled(warp * 8 + r, lane & 7);
+        Sts128(at + C::kQ, {0, 0, 0, 0});
+        Sts128(at + C::kK, {0, 0, 0, 0});
+      }
+      __syncwarp();
+    }
+    if (kL2Norm) {
+      RowNorms(octet, smem + (lane & 8 ? C::kK : C::kQ) +
+                          Swizzled(warp * 8 + (lane & 7), lane >> 4), lane);
+    }
+    if (BuildOctet<Operand, kL2Norm>(own, smem, g, bias, gate, octet, warp, lane)) {
+      StrongOctet<Operand, kL2Norm, G>(own, smem, p, chunk, gate, octet, h, warp, lane);
+    }
+  }
+  const float k_norm = __shfl_sync(~0u, octet.k_norm, lane * 4);  // of row lane % 8
   __syncthreads();
 
-  // Warps 0-5: one pair of sub-blocks each; warps 6 and 7: two diagonal sub-blocks each.
-  float c[2][2][4] = {};
-  if (warp < 6) {
-    const int I = SubBlockRow(warp);
-    SubBlockProducts<Operand>(c, smem, I, warp - I * (I - 1) / 2, lane);
-  } else {
+  if (tid < kHead) {
+    float sum = 0.f;
 #pragma unroll
-    for (int d = 0; d < 2; ++d) {
-      DiagonalProducts<Operand>(c[d][0], c[d][1], smem, (warp - 6) * 2 + d, lane);
-    }
+    for (int o = 0; o < 8; ++o) sum += LdsF32(smem + C::kLogDecays + (o * kHead + tid) * 4);
+    StsF32(smem + C::kDecay + tid * 4, Ex2(sum));
   }
+  if (kL2Norm) {
+    const float beta = LdsF32(smem + C::kBeta + (warp * 8 + (lane & 7)) * 4);
+    const uint32_t writes = __ballot_sync(~0u, beta != 0.f && k_norm != 0.f);
+    if (lane == 0) Sts8(smem + C::kWrites + warp, writes);
+  }
+  const uint32_t factors = smem + C::kOwn + warp * C::kOwnBytes;
+  BuildFactors<Operand>(smem, warp, lane);
+  __syncwarp();
+  float c[4][4] = {}, helped_c[3][4] = {};
+  const OctetPairs mine = OwnPairs(warp), helped = HelpedPairs(warp);
+  PairProducts<Operand, 4>(c, smem, factors, mine, lane);
+  PairProducts<Operand, 3>(helped_c, smem, factors + mine.count * C::kFactorRow, helped, lane);
   tid = Opaque(tid), warp = tid >> 5, lane = tid & 31;
-  uint2 beyond[2];        // decays before and after this warp's rows, by half,
-  uint32_t totals[2][2];  // and over its quads, by quad and half: Aqk takes their place next
+  const uint4 before = Lds128(factors + 4 * C::kFactorRow + (lane & 15) * 16),
+              after = Lds128(factors + 5 * C::kFactorRow + (lane & 15) * 16);
+  __syncthreads();
+
+  ExtendToChunk<Operand>(smem, before, after, warp, lane);
+  StoreProducts<Operand, kGradient>(own, smem, warp, warp, lane);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t channel = (half * 64 + 2 * lane) * 4;
-    beyond[half] = Lds64(smem + C::kBeyond + warp * kHead * 4 + channel);
-#pragma unroll
-    for (int quad = 0; quad < 2; ++quad) {
-      const float2 total =
-          LdsF32x2(smem + C::kQuadTotals + (warp * 2 + quad) * kHead * 4 + channel);
-      totals[quad][half] = Pack<Operand>(total.x, total.y);
+  for (int n = 0; n < 4; ++n) {
+    if (n < mine.count) {
+      StoreProducts<Operand, kGradient>(c[n], smem, mine.row, mine.first - n, lane);
     }
   }
-  __syncthreads();
-  ExtendToChunk<Operand>(smem, totals, beyond, warp, lane);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) Sts128(smem + C::kAqk + (tid + i * C::kThreads) * 16, {0, 0, 0, 0});
-  if (kL2Norm && warp < 2) {
-    const float beta = LdsF32(smem + C::kBeta + tid * 4), norm = LdsF32(smem + C::kKNorm + tid * 4);
-    const uint32_t writes = __ballot_sync(~0u, beta != 0.f && norm != 0.f);
-    if (lane == 0) Sts32(smem + C::kWrites + warp * 4, writes);
+  for (int n = 0; n < 3; ++n) {
+    if (n < helped.count) {
+      StoreProducts<Operand, kGradient>(helped_c[n], smem, helped.row, helped.first - n, lane);
+    }
   }
   FenceProxyAsync();
   __syncthreads();
   std::byte* image =
       ws.images + (int64_t{slot} * HV + h) * (kGradient ? image::kGradientBytes : image::kBytes);
-  if (tid == 0) {
+  if (tid == 128) {
     BulkStore(image, smem + C::kQ, 3 * kTile);
+    BulkStore(image + image::kAqk, smem + C::kAqk, kMatrix);
     BulkStore(image + image::kDecay, smem + C::kDecay, image::kDecayBytes);
     if (kGradient) BulkStore(image + image::kBeta, smem + C::kBeta, image::kBetaBytes);
     BulkCommit();
-  }
-
-  StoreProducts<Operand, kGradient>(c, smem, tid, warp, lane);
-  FenceProxyAsync();
-  __syncthreads();
-  if (tid == 128) {
-    BulkStore(image + image::kAqk, smem + C::kAqk, kMatrix);
-    BulkCommit();
     BulkWaitRead();
   }
-  if (warp >= 4) return;
+  if (!kGradient && warp >= 4) return;
 
-  InvertUnitLower(smem + C::kL, smem + C::kScratch, warp, lane);
+  if (warp < 4) InvertUnitLower(smem + C::kL, smem + C::kScratch, warp, lane);
   if constexpr (kGradient) {
-    if (tid == 0) BulkWaitRead();  // q has left
-    BarSync(1, 128);
+    __syncthreads();  // q has left
+    if (warp >= 4) return;
     PackStrictlyLower<Operand, true>(smem, tid);
     PackStrictlyLower<Operand, false>(smem, tid);
   } else {

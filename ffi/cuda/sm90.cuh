@@ -135,6 +135,9 @@ __device__ __forceinline__ uint4 Lds128(uint32_t a) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void Sts8(uint32_t a, uint32_t v) {
+  asm volatile("st.shared.b8 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
 __device__ __forceinline__ void Sts16(uint32_t a, uint32_t v) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(static_cast<uint16_t>(v)) : "memory");
 }
