@@ -39,6 +39,14 @@ __device__ __forceinline__ int ThreadIndex() {
   return x;
 }
 
+// blockIdx, read anew as well.
+__device__ __forceinline__ uint3 BlockIndex() {
+  uint3 b;
+  asm volatile("mov.u32 %0, %%ctaid.x;\nmov.u32 %1, %%ctaid.y;\nmov.u32 %2, %%ctaid.z;"
+               : "=r"(b.x), "=r"(b.y), "=r"(b.z));
+  return b;
+}
+
 // ----------------------------------------------------------------------------------------------------
 // arithmetic
 
@@ -61,6 +69,14 @@ __device__ __forceinline__ float Rsqrt(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// condition ? x : y, both computed: a branch would cost more.
+__device__ __forceinline__ float Select(bool condition, float x, float y) {
+  float r;
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}"
+      : "=f"(r)
+      : "f"(x), "f"(y), "r"(static_cast<int>(condition)));
+  return r;
 }
 // (lo, hi) rounded to a pair of 16-bit numbers.
 template <typename Operand>
@@ -90,11 +106,9 @@ __device__ __forceinline__ float Bf16Lo(uint32_t pair) { return __uint_as_float(
 __device__ __forceinline__ float Bf16Hi(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
-__device__ __forceinline__ uint32_t CvtTf32(float x) {
-  uint32_t r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-}
+// fp32 bits whose upper 19 are x rounded to the nearest TF32 number: the tensor cores do not look at
+// the others.
+__device__ __forceinline__ uint32_t RoundTf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 // -------------------------------------------------------------------------------------------------
 // shared memory
@@ -143,6 +157,9 @@ __device__ __forceinline__ void Sts16(uint32_t a, uint32_t v) {
 }
 __device__ __forceinline__ void Sts32(uint32_t a, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+__device__ __forceinline__ void Sts64(uint32_t a, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
 __device__ __forceinline__ void StsF32(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
@@ -212,6 +229,10 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
 // Named barrier `id` (1..15) among `threads` threads; 0 is __syncthreads.
 __device__ __forceinline__ void BarSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same without waiting for the others.
+__device__ __forceinline__ void BarArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // The next kernel of the stream, if launched for it, may start where blocks of this one leave room,
 // once all of them have said so.
