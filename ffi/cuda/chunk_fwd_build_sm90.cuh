@@ -1,5 +1,5 @@
-// Build: q, k, g, beta of one chunk and value head in shared memory -> all that the scan needs of it,
-// by eight warps. Prepare writes the result to the workspace, the fused kernel scans it where it is.
+// Build: q, k, g and beta of one chunk and value head in shared memory -> all that the scan needs
+// of them, by eight warps.
 //
 // Warp w owns the octet of tokens 8 w to 8 w + 7. With c_i the sum of its log decays up to token i
 // and c_7 the whole, an octet's operands are
@@ -8,16 +8,19 @@
 //
 // A pair of tokens i > j of neighbouring octets is q_up_i k_down_j, all factors at most 1: tensor
 // cores. Then both octets are decayed by one another, rows of the later one (up) from the start of
-// the 16 tokens, rows of the earlier one (down) to their end; pairs between 16 and 16 tokens are the
-// next products, and so on to 32 and 32, and to what the scan wants: decay from the chunk's start or
-// to its end. q and k stay in registers from load to store, stacked as the left operand of these
-// products, 8 rows of each a warp; k_down is in shared memory, where all of them read it.
+// the 16 tokens, rows of the earlier one (down) to their end; pairs between 16 and 16 tokens are
+// the next products, and so on to 32 and 32, and to what the scan wants: decay from the chunk's
+// start or to its end. q and k stay in registers from load to store, stacked as the left operand of
+// these products, 8 rows of each a warp; k_down is in shared memory, where all of them read it.
 //
 // Within an octet a pair is  (q_i exp(c_i)) (k_j exp(-c_j))  in TF32, which has the range for it
-// while c_7 >= -64 in base 2. Gates beyond that are no special case of the result, only of the work:
-// from the first token on where some channel's sum is below -64, rows are computed pair by pair from
-// products of exp(g) <= 1 (StrongOctet). So any gate works, underflow to 0 is the right answer, -inf
-// is a reset, and no token's bits depend on a later one.
+// while c_7 >= -64 in base 2. Gates beyond that are no special case of the result, only of the
+// work: from the first token on where some channel's sum is below -64, rows are computed pair by
+// pair from products of exp(g) <= 1 (StrongOctet). So any gate works, underflow to 0 is the right
+// answer, -inf is a reset, and no token's bits depend on a later one.
+//
+// Registers are short throughout: 80 a thread. Where lane or warp pass through Opaque, addresses
+// are computed anew instead of held.
 #pragma once
 
 #include <type_traits>
@@ -32,10 +35,10 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 // Shared memory of a build: addresses, and the places in what they point to.
 struct BuildMemory {
   uint32_t tiles;  // q, k and bf16 g as loaded; then q_decayed, k_decayed, k_restored
-  uint32_t own;    // 8 x kOwnBytes, a warp's sums, then decays; then the blocks of I + L, of its inverse
-  uint32_t aqk;     // kMatrix bytes; until the products are stored, octet decays and their logs
+  uint32_t own;    // [8 warps, kOwnBytes] sums, then decays; then the blocks of I + L, its inverse
+  uint32_t aqk;    // [64, 64]; until the products are stored, octet decays and their logs
   uint32_t decay;  // [K] fp32, the gate's bias, then the chunk's decay; 64 bits: which tokens write
-  uint32_t beta;    // [64] fp32
+  uint32_t beta;   // [64] fp32
 
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile, kG = kKDown;
   static constexpr int kSumRow = 64 * 4 + 32;  // 64 channels; the 32 put rows on different banks
@@ -48,7 +51,7 @@ inline constexpr int kBuildThreads = 256;
 
 // Named barriers of the eight warps: all, each four, each two, and the four that invert with those
 // that do not wait.
-inline constexpr int kAllBarrier = 3, kReadyBarrier = 4, kDoneBarrier = 6, kInverseBarrier = 8,
+inline constexpr int kAllBarrier = 3, kReadyBarrier = 4, kReadBarrier = 6, kInverseBarrier = 8,
                      kProductsBarrier = 9;
 
 // Below this sum of log decays, base 2, an octet's products leave TF32's range.
@@ -167,9 +170,10 @@ __device__ __forceinline__ void StoreWrites(const BuildMemory& m, const Octet& o
 }
 
 // This warp's octet: q_up and k_up in place of q and k, k_down in place of g, its decays, and the
-// products of its own pairs: c 0, 1 are q_i k_j of row i = lane / 4 and columns j = 2 (lane % 4) and the next,
-// c 2, 3 are k_i k_j. Whether some channel is stronger than TF32 can take. fp32 g comes in registers:
-// this lane's two channels of each half.
+// products of its own pairs: c 0, 1 are q_i k_j of row i = lane / 4 and columns j = 2 (lane % 4)
+// and the next, c 2, 3 are k_i k_j. Whether some channel is stronger than TF32 can take. The decays
+// are summed with a lane two channels of all rows, and go to the fragments through shared memory,
+// half of the channels at a time. fp32 g comes in registers: this lane's two channels of each half.
 template <typename Operand, bool kL2Norm, typename G>
 __device__ __forceinline__ bool BuildOctet(float (&c)[4], Stacked& stacked, const BuildMemory& m,
                                            const GatePair<G> (&g)[2][8], const GateParams& gate,
@@ -190,8 +194,8 @@ __device__ __forceinline__ bool BuildOctet(float (&c)[4], Stacked& stacked, cons
       for (int first = 0; first < 8; first += 4) {  // all eight at once would spill
         float2 x[4];
         if constexpr (sizeof(G) == 2) {
-          const uint32_t column = m.tiles + M::kG + half * kHalfTile + warp * 1024 +
-                                  ((lane >> 2) << 4) + t * 4;
+          const uint32_t column =
+              m.tiles + M::kG + half * kHalfTile + warp * 1024 + ((lane >> 2) << 4) + t * 4;
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[i] = GatePair<G>{Lds32(InRow(column, first + i))}.Floats();
         } else {
@@ -221,7 +225,7 @@ __device__ __forceinline__ bool BuildOctet(float (&c)[4], Stacked& stacked, cons
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         const int step = 2 * pair + u;
-        uint32_t(&x)[4] = stacked[half * 4 + step];
+        uint32_t (&x)[4] = stacked[half * 4 + step];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // channels 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9
           const float2 sum = LdsF32x2(sums + step * 64 + i * 32);
@@ -260,9 +264,9 @@ __device__ __forceinline__ float4 LoadChannels(const void* base, int64_t at) {
   }
 }
 
-// An octet whose decays leave TF32's range, from the inputs: k_down anew, and the rows of c from the
-// first on that has such a decay. Every decay is a product of exp(g) <= 1. Slow: 1,000 and more
-// instructions a row.
+// An octet whose decays leave TF32's range, from the inputs in global memory: k_down anew, and the
+// rows of c from the first on that has such a decay. Every decay is a product of exp(g) <= 1. Slow:
+// some hundred instructions a pair of tokens. A lane takes four channels.
 template <typename Operand, bool kL2Norm, typename G>
 __device__ __forceinline__ void StrongOctet(float (&c)[4], const BuildMemory& m, const FwdParams& p,
                                             const ChunkSlot& chunk, const GateParams& gate,
@@ -342,8 +346,8 @@ __device__ __forceinline__ void StrongOctet(float (&c)[4], const BuildMemory& m,
   __syncwarp();
 }
 
-// Products of octet `row` with an earlier one or itself as they are kept: this lane's two of q_i k_j as
-// operands, and of k_i k_j; i is row lane / 4.
+// Products of an octet with an earlier one or itself as they are kept: this lane's two of q_i k_j,
+// as operands, and of k_i k_j; i is row lane / 4.
 struct Products {
   uint32_t qk;
   float kk[2];
@@ -368,9 +372,9 @@ __device__ __forceinline__ Products StackedProducts(const Stacked& x, uint32_t t
   return Keep<Operand>(c);
 }
 
-// The decay of `count` octets from `first` on, as operands, to memory of this warp's own. A lane takes
-// four channels. kStacked: what a lane of a fragment wants of 32 channels lies side by side, 2 t,
-// 2 t + 1 and the same 8, 16, 24 further on; else channels are in order.
+// The decay of `count` octets from `first` on, as operands, to memory of this warp's own. A lane
+// takes four channels. kStacked: what a lane of a fragment wants of 32 channels lies side by side,
+// 2 t, 2 t + 1 and the same 8, 16, 24 further on; else channels are in order.
 template <typename Operand, bool kStacked>
 __device__ __forceinline__ void StoreDecays(const BuildMemory& m, uint32_t own, int first,
                                             int count, int lane) {
@@ -426,19 +430,19 @@ __device__ __forceinline__ void ScaleDown(const BuildMemory& m, uint4 f, int war
     }
   }
 }
-// Octet `warp` decayed by `count` octets from `first` on: q and k if it is later than those, else
-// k_down, once `barrier` of `threads` has said that nobody reads it any more.
+// Octet `warp` decayed by `count` octets of its four from `first` on: q and k if it is later than
+// those, else k_down, once the four warps have read it.
 template <typename Operand>
 __device__ __forceinline__ void Decay(Stacked& x, const BuildMemory& m, bool later, int first,
-                                      int count, int barrier, int threads, int warp, int lane) {
+                                      int count, int warp, int lane) {
   const uint32_t own = m.own + warp * BuildMemory::kOwnBytes;
   if (later) {
     StoreDecays<Operand, true>(m, own, first, count, lane);
     ScaleStacked<Operand>(x, own, lane);
-    BarArrive(barrier, threads);
+    BarArrive(kReadBarrier + (warp >> 2), 128);
   } else {
     StoreDecays<Operand, false>(m, own, first, count, lane);
-    BarSync(barrier, threads);
+    BarSync(kReadBarrier + (warp >> 2), 128);
     ScaleDown<Operand>(m, LoadDecays(own, lane), warp, lane);
   }
 }
@@ -457,8 +461,8 @@ __device__ __forceinline__ float NotZero(float beta) {
   return fabsf(beta) < 0x1p-40f ? 0x1p-40f : beta;
 }
 
-// Products of octets `row` and `column` -> L = diag(beta) Akk, and Aqk, with zeros in the pair's place
-// above the diagonal.
+// Products of octets `row` and `column` -> L = diag(beta) Akk, and Aqk, with zeros in the pair's
+// place above the diagonal.
 template <bool kGradient>
 __device__ __forceinline__ void StoreL(const BuildMemory& m, const Products& products, int row,
                                        int column, int lane) {
@@ -477,28 +481,26 @@ __device__ __forceinline__ void StoreAqk(const BuildMemory& m, uint32_t qk, int 
   Sts32(AqkAddress(m, row * 8 + g, column * 8 + t * 2), qk);
 }
 
-// From the octets to the operands of the chunk, Aqk and L in shared memory: a fence and a barrier
+// From the octets to the operands of the chunk, Aqk and L, in shared memory: a fence and a barrier
 // have still to follow.
 template <typename Operand, bool kGradient>
 __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
-                                              const Products& own, int warp,
-                                              int lane) {
+                                              const Products& within, int warp, int lane) {
   const int quad = warp >> 2, octet = warp & 3;  // of the quad
   Products c8 = {}, c16[2] = {};  // with octets 8 and 16 tokens before, of half the warps
   BarSync(kReadyBarrier + quad, 128);
   if (octet & 1) c8 = StackedProducts<Operand>(x, m.tiles, warp - 1, lane);
-  Decay<Operand>(x, m, octet & 1, warp ^ 1, 1, kDoneBarrier + quad, 128, warp, lane);
+  Decay<Operand>(x, m, octet & 1, warp ^ 1, 1, warp, lane);
   BarSync(kReadyBarrier + quad, 128);
   if (octet >= 2) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) c16[n] = StackedProducts<Operand>(x, m.tiles, 4 * quad + n, lane);
   }
-  Decay<Operand>(x, m, octet >= 2, 4 * quad + (octet >= 2 ? 0 : 2), 2, kDoneBarrier + quad, 128,
-                 warp, lane);
+  Decay<Operand>(x, m, octet >= 2, 4 * quad + (octet >= 2 ? 0 : 2), 2, warp, lane);
   BarSync(kAllBarrier, kBuildThreads);
   lane = Opaque(lane), warp = Opaque(warp);
   // Own memory is L's from here on, but for its scratch, where the last decays go.
-  StoreL<kGradient>(m, own, warp, warp, lane);
+  StoreL<kGradient>(m, within, warp, warp, lane);
   if (octet & 1) StoreL<kGradient>(m, c8, warp, warp - 1, lane);
   if (octet >= 2) {
 #pragma unroll
@@ -531,7 +533,7 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
   BarSync(kAllBarrier, kBuildThreads);  // Aqk takes the place of the octets' decays
   lane = Opaque(lane);
   if (quad == 0) ScaleDown<Operand>(m, to_end, warp, lane);
-  StoreAqk(m, own.qk, warp, warp, lane);
+  StoreAqk(m, within.qk, warp, warp, lane);
   if (octet & 1) StoreAqk(m, c8.qk, warp, warp - 1, lane);
   if (octet >= 2) {
 #pragma unroll

@@ -1,7 +1,8 @@
-// Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh), by Build.
+// Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh): loads,
+// Build (chunk_fwd_build_sm90.cuh), the inverse, stores.
 //
-// Grid: x = value head, y and z = chunk slot. Block: 8 warps. Three blocks share an SM: 76,576 bytes,
-// 80 registers a thread.
+// Grid: x = value head, y and z = chunk slot. Block: 8 warps. Three blocks share an SM: 76,576
+// bytes, 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -26,8 +27,8 @@ struct PrepareConfig {
                 "three blocks an SM, each with 1 KB of the system's");
 };
 
-// For the gradient, strictly below the diagonal: the inverse itself, in its place, and, for kErrors,
-// in q's place the one with beta on the other side, which is similar to it.
+// For the gradient, strictly below the diagonal: the inverse itself, in its place, and, for
+// kErrors, in q's place the one with beta on the other side, which is similar to it.
 template <typename Operand, bool kErrors>
 __device__ __forceinline__ void PackStrictlyLower(const BuildMemory& m, uint32_t to, int tid) {
   const int i = tid & 63, first_piece = (tid >> 6) * 4;
@@ -139,16 +140,17 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   Stacked x;
   LoadStacked(x, StackedFragment(m.tiles, warp, lane));
   if (kL2Norm) RowNorms(octet, x, lane);
-  float own[4] = {};  // products of this warp's octet with itself
-  if (BuildOctet<Operand, kL2Norm>(own, x, m, g, gate, octet, warp, lane)) {
-    StoreStacked(x, StackedFragment(m.tiles, warp, lane));  // registers are short
+  float within[4] = {};  // products of this warp's octet with itself
+  if (BuildOctet<Operand, kL2Norm>(within, x, m, g, gate, octet, warp, lane)) {
+    StoreStacked(x, StackedFragment(m.tiles, warp, lane));  // to have their registers
     const auto [slot, h] = slot_and_head();
-    StrongOctet<Operand, kL2Norm, G>(own, m, p, FindChunk(p, ws, slot), gate, octet, h, warp, lane);
+    StrongOctet<Operand, kL2Norm, G>(within, m, p, FindChunk(p, ws, slot), gate, octet, h, warp,
+                                     lane);
     LoadStacked(x, StackedFragment(m.tiles, warp, lane));
   }
-  tid = ThreadIndex(), warp = tid >> 5, lane = tid & 31;  // registers are short
+  tid = ThreadIndex(), warp = tid >> 5, lane = tid & 31;
   if (kL2Norm) StoreWrites(m, octet, warp, lane);
-  BuildProducts<Operand, kGradient>(m, x, Keep<Operand>(own), warp, lane);
+  BuildProducts<Operand, kGradient>(m, x, Keep<Operand>(within), warp, lane);
   tid = ThreadIndex(), warp = tid >> 5, lane = tid & 31;
   FenceProxyAsync();
   if (warp >= 4) {
@@ -157,8 +159,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   }
   BarSync(kProductsBarrier, C::kThreads);
   const auto [this_slot, this_head] = slot_and_head();
-  std::byte* image =
-      ws.images + (int64_t{this_slot} * HV + this_head) * (kGradient ? image::kGradientBytes : image::kBytes);
+  std::byte* image = ws.images + (int64_t{this_slot} * HV + this_head) *
+                                     (kGradient ? image::kGradientBytes : image::kBytes);
   if (tid == 0) {
     BulkStore(image, smem + C::kTiles, 3 * kTile);
     BulkStore(image + image::kAqk, smem + C::kAqk, kMatrix);

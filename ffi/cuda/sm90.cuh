@@ -106,8 +106,8 @@ __device__ __forceinline__ float Bf16Lo(uint32_t pair) { return __uint_as_float(
 __device__ __forceinline__ float Bf16Hi(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
-// fp32 bits whose upper 19 are x rounded to the nearest TF32 number: the tensor cores do not look at
-// the others.
+// fp32 bits whose upper 19 are x rounded to the nearest TF32 number: the tensor cores do not look
+// at the others.
 __device__ __forceinline__ uint32_t RoundTf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 // -------------------------------------------------------------------------------------------------
