@@ -386,7 +386,6 @@ __device__ __forceinline__ void StoreDecays(const BuildMemory& m, uint32_t own, 
     x = {x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w};
   }
   const uint32_t low = Pack<Operand>(x.x, x.y), high = Pack<Operand>(x.z, x.w);
-  __syncwarp();
   if (kStacked) {
     const uint32_t to = own + (lane >> 3) * 64 + (lane & 1) * 32 + (lane >> 1 & 3) * 4;
     Sts32(to, low);
