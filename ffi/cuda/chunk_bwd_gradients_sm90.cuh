@@ -302,42 +302,63 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
   for (int I = 0; I < 2; ++I) {
     uint32_t g_raw[4], packed[4];
     LoadGates<G>(g_raw, in + C::kG + at.own + I * at.kSixteen);
+    float x[4][2], dx[4][2];  // by n-tile and channel, as registers of g_raw; of both tokens
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
-      const uint32_t wide = in + C::kG + token * C::kWideRow + (at.channel + 8 * c) * 4;
       const float2 pair = GatePairAt<G>(g_raw[i], in + C::kG, token, at.channel + 8 * c);
-      const float x[2] = {pair.x, pair.y};
-      float dx[2];
+      x[i][0] = pair.x;
+      x[i][1] = pair.y;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        dx[e] = token + e < valid ? dG[n][2 * c + e] : 0.f;
-        // A gate that lets nothing through has a gradient of exactly 0.
-        constexpr float kNothing = -126.f;
-        if (p.gate == Gate::kActivated) {
-          if (x[e] * kLog2E < kNothing) dx[e] = 0.f;
-          continue;
-        }
-        const float z = token + e < valid ? x[e] + gate.bias[c] : 0.f;
-        const float y = z * gate.params.slope;
-        if (p.gate == Gate::kSoftplus) {
-          const float log2_a = gate.params.scale * Softplus2(y);
-          if (log2_a < kNothing) dx[e] = 0.f;
-          dA_log = fmaf(dx[e], log2_a * (1 / kLog2E), dA_log);
-          dx[e] *= -gate.A * Rcp(1.f + Ex2(-y));
-        } else {
-          const float other = Ex2(fminf(y, 100.f)), rising = Rcp(1.f + other);
-          if (gate.params.scale * rising < kNothing) dx[e] = 0.f;
-          dx[e] *= gate.A * p.lower_bound * rising * (other * rising);
-          dA_log = fmaf(dx[e], z, dA_log);
-        }
-        ddt_bias[c] += dx[e];
+        dx[i][e] = dG[n][2 * c + e];
+        if (valid < kChunk && token + e >= valid) x[i][e] = dx[i][e] = 0.f;
       }
+    }
+    // Uniform, and around the loops, so that elements overlap. A gate that lets nothing through has
+    // a gradient of exactly 0.
+    constexpr float kNothing = -126.f;
+    if (p.gate == Gate::kActivated) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (x[i >> 1][i & 1] * kLog2E < kNothing) dx[i >> 1][i & 1] = 0.f;
+      }
+    } else if (p.gate == Gate::kSoftplus) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = i >> 1 & 1;
+        float& d = dx[i >> 1][i & 1];
+        const float y = (x[i >> 1][i & 1] + gate.bias[c]) * gate.params.slope;
+        const float log2_a = gate.params.scale * Softplus2(y);
+        d = log2_a < kNothing ? 0.f : d;
+        dA_log = fmaf(d, log2_a * (1 / kLog2E), dA_log);
+        d *= -gate.A * Rcp(1.f + Ex2(-y));
+        ddt_bias[c] += d;
+      }
+    } else {
+      const float slope = gate.A * p.lower_bound;
+      const bool open = gate.params.scale >= kNothing;  // whatever the input
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = i >> 1 & 1;
+        float& d = dx[i >> 1][i & 1];
+        const float z = x[i >> 1][i & 1] + gate.bias[c];
+        const float falling = Ex2(fminf(z * gate.params.slope, 100.f)), rising = Rcp(1.f + falling);
+        if (!open && gate.params.scale * rising < kNothing) d = 0.f;
+        d *= slope * (rising * rising) * falling;
+        dA_log = fmaf(d, z, dA_log);
+        ddt_bias[c] += d;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       if (sizeof(G) == 4) {
-        StsF32(wide, dx[0]);
-        StsF32(wide + C::kWideRow, dx[1]);
+        const int c = i & 1, token = at.token + 8 * (2 * I + (i >> 1));
+        const uint32_t wide = in + C::kG + token * C::kWideRow + (at.channel + 8 * c) * 4;
+        StsF32(wide, dx[i][0]);
+        StsF32(wide + C::kWideRow, dx[i][1]);
       }
-      packed[i] = Pack<Bf16>(dx[0], dx[1]);
+      packed[i] = Pack<Bf16>(dx[i][0], dx[i][1]);
     }
     if (sizeof(G) == 2) {
       StmatrixTrans(in + C::kG + at.own + I * at.kSixteen, packed[0], packed[1], packed[2],

@@ -498,32 +498,37 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
         head[i >> 2][i & 3] = exponent = Ex2(exponent);
       }
     }
+    if (valid < kChunk) {  // selected away, since they may hold NaN
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
+        const uint32_t mask = token + 1 < valid ? ~0u : token < valid ? 0xffffu : 0u;
+        q[i] &= mask;
+        k[i] &= mask;
+        if (token >= valid) dq[n][2 * c] = 0.f;  // of do
+        if (token + 1 >= valid) dq[n][2 * c + 1] = 0.f;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
+      float2 qi = {Bf16Lo(q[i]), Bf16Hi(q[i])}, ki = {Bf16Lo(k[i]), Bf16Hi(k[i])};
       if (kL2Norm) {
         const float2 rq = LdsF32x2(smem + C::kNorms + token * 4),
                      rk = LdsF32x2(smem + C::kNorms + (kChunk + token) * 4);
-        q[i] = Pack<Fp16>(Bf16Lo(q[i]) * rq.x, Bf16Hi(q[i]) * rq.y);
-        k[i] = Pack<Fp16>(Bf16Lo(k[i]) * rk.x, Bf16Hi(k[i]) * rk.y);
+        qi = {qi.x * rq.x, qi.y * rq.y};
+        ki = {ki.x * rk.x, ki.y * rk.y};
+        q[i] = Pack<Fp16>(qi.x, qi.y);
+        k[i] = Pack<Fp16>(ki.x, ki.y);
       }
-      if (token + 1 >= valid) {  // selected away, since they may hold NaN
-        const uint32_t mask = token < valid ? 0xffffu : 0u;
-        q[i] &= mask;
-        k[i] &= mask;
-      }
-      const float2 qi = Unpack<Type>(q[i]), ki = Unpack<Type>(k[i]);
       const float* from = &head[i >> 1][2 * c];
       const float* to = &tail[i >> 1][2 * c];
       q_head[i] = Pack<Bf16>(qi.x * from[0], qi.y * from[1]);
       k_head[i] = Pack<Bf16>(ki.x * from[0], ki.y * from[1]);
       k_tail[i] = Pack<Bf16>(ki.x * to[0], ki.y * to[1]);
       const float2 beta = LdsF32x2(smem + C::kBeta + token * 4);
-      float* row_q = &dq[n][2 * c];
       float* row_k = &dk[n][2 * c];
       float* col = &dG[n][2 * c];
-      row_q[0] = token < valid ? p.scale * row_q[0] : 0.f;  // do: NaN, maybe
-      row_q[1] = token + 1 < valid ? p.scale * row_q[1] : 0.f;
       row_k[0] *= -beta.x;
       row_k[1] *= -beta.y;
       col[0] *= beta.x;
@@ -564,6 +569,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
   }
   BarSync(1 + at.warp, 64);  // operands of the other side; it has read the decays as well
 
+  // The first decay of do S has its scale as well.
 #pragma unroll
   for (int J = 0; J < 4; ++J) {
     if (J >= 2 && at.side == 0) break;
@@ -571,10 +577,15 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
 #pragma unroll
     for (int I = 0; I < 2; ++I) {
       if (I == 0 && (J & 1) && at.side == J >> 1) continue;  // above the diagonal
-      if (kStrong && I == (J & 1) && at.side == J >> 1) continue;
+      if (kStrong && I == (J & 1) && at.side == J >> 1) {
+        const float scale[2] = {p.scale, p.scale};
+        if (J == 0) Decay(dq, I, scale);
+        continue;
+      }
       const int own = 2 * at.side + I;
       uint32_t x[4];
-      Decay(dq, I, F[J]);
+      const float scale = J == 0 ? p.scale : 1.f, of_q[2] = {scale * F[J][0], scale * F[J][1]};
+      Decay(dq, I, of_q);
       Decay(dk, I, F[J]);
       Ldmatrix(x, at.Block(C::kDAqk, own, J));
       AddProduct(dq, I, k_tail, x);
