@@ -151,9 +151,9 @@ __device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int
   }
 }
 
-// What S with dS adds to dg of every token, from this side's half of V: a diagonal of S^T dS, so
-// that one lane has a channel's.
-__device__ __forceinline__ void StateDots(float (&outside)[2], uint32_t smem) {
+// What S with dS adds to dg of every token, from this side's half of V, to the side's sums: a
+// diagonal of S^T dS, so that one lane has a channel's.
+__device__ __forceinline__ void StateDots(uint32_t smem) {
   using C = GradientsConfig;
   const GradientPlace at(smem);
   const uint32_t own = (at.warp >> 2) * record::kStateHalf + at.Column() + at.side * 64 * 128;
@@ -166,10 +166,11 @@ __device__ __forceinline__ void StateDots(float (&outside)[2], uint32_t smem) {
     Mma<Bf16>(low, S, dS[0], dS[2]);
     Mma<Bf16>(high, S, dS[1], dS[3]);
   }
-  const bool mine = at.t == at.g >> 1;
-  const uint32_t decay = smem + C::kDecay + at.channel * 4;
-  outside[0] = mine ? (at.g & 1 ? low[1] : low[0]) * LdsF32(decay) : 0.f;
-  outside[1] = mine ? (at.g & 1 ? high[3] : high[2]) * LdsF32(decay + 32) : 0.f;
+  if (at.t == at.g >> 1) {
+    const uint32_t decay = smem + C::kDecay + at.channel * 4, to = at.SideAt(at.side);
+    StsF32(to, (at.g & 1 ? low[1] : low[0]) * LdsF32(decay));
+    StsF32(to + 32, (at.g & 1 ? high[3] : high[2]) * LdsF32(decay + 32));
+  }
 }
 
 // The tokens of the diagonals of dAqk and dAkk that this lane has: its warp's block is on the
@@ -269,7 +270,7 @@ __device__ __forceinline__ void TellSide(const float (&dG)[4][4], float (&outsid
 }
 
 // dG -> dg -> the gradient of the gate's input, in g's place, and of its parameters.
-template <typename G>
+template <Gate kGate, typename G>
 __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[2], uint32_t smem,
                                             uint32_t in, const ChannelGate& gate,
                                             const FwdParams& p, const BwdWorkspace& ws,
@@ -282,6 +283,8 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
   for (int c = 0; c < 2; ++c) {
     outside[c] += LdsF32(at.SideAt(at.side ^ 1) + 32 * c);
   }
+  const GateParams params = gate.Params<kGate>(p);
+  const float A = gate.A();
   float dA_log = 0.f, ddt_bias[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 3; n >= 0; --n) {
@@ -315,36 +318,35 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
         if (valid < kChunk && token + e >= valid) x[i][e] = dx[i][e] = 0.f;
       }
     }
-    // Uniform, and around the loops, so that elements overlap. A gate that lets nothing through has
-    // a gradient of exactly 0.
+    // A gate that lets nothing through has a gradient of exactly 0.
     constexpr float kNothing = -126.f;
-    if (p.gate == Gate::kActivated) {
+    if (kGate == Gate::kActivated) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (x[i >> 1][i & 1] * kLog2E < kNothing) dx[i >> 1][i & 1] = 0.f;
       }
-    } else if (p.gate == Gate::kSoftplus) {
+    } else if (kGate == Gate::kSoftplus) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int c = i >> 1 & 1;
         float& d = dx[i >> 1][i & 1];
-        const float y = (x[i >> 1][i & 1] + gate.bias[c]) * gate.params.slope;
-        const float log2_a = gate.params.scale * Softplus2(y);
+        const float y = (x[i >> 1][i & 1] + gate.bias[c]) * params.slope;
+        const float log2_a = params.scale * Softplus2(y);
         d = log2_a < kNothing ? 0.f : d;
         dA_log = fmaf(d, log2_a * (1 / kLog2E), dA_log);
-        d *= -gate.A * Rcp(1.f + Ex2(-y));
+        d *= -A * Rcp(1.f + Ex2(-y));
         ddt_bias[c] += d;
       }
     } else {
-      const float slope = gate.A * p.lower_bound;
-      const bool open = gate.params.scale >= kNothing;  // whatever the input
+      const float slope = A * p.lower_bound;
+      const bool open = params.scale >= kNothing;  // whatever the input
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int c = i >> 1 & 1;
         float& d = dx[i >> 1][i & 1];
         const float z = x[i >> 1][i & 1] + gate.bias[c];
-        const float falling = Ex2(fminf(z * gate.params.slope, 100.f)), rising = Rcp(1.f + falling);
-        if (!open && gate.params.scale * rising < kNothing) d = 0.f;
+        const float falling = Ex2(fminf(z * params.slope, 100.f)), rising = Rcp(1.f + falling);
+        if (!open && params.scale * rising < kNothing) d = 0.f;
         d *= slope * (rising * rising) * falling;
         dA_log = fmaf(d, z, dA_log);
         ddt_bias[c] += d;
@@ -365,7 +367,7 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
                     packed[3]);
     }
   }
-  if (p.gate != Gate::kActivated) {
+  if (kGate != Gate::kActivated) {
     float* sums = ws.parameter_sums + (int64_t{s.slot} * p.HV + s.h) * kParameterSums;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) dA_log += __shfl_xor_sync(~0u, dA_log, bit);
@@ -530,7 +532,7 @@ __device__ __forceinline__ void StoreGradients(uint32_t in, const GradientMaps& 
   }
 }
 
-template <bool kL2Norm, typename G>
+template <bool kL2Norm, Gate kGate, typename G>
 __global__ void __launch_bounds__(kGradientThreads, 1)
     ChunkBwdGradientsKernel(const __grid_constant__ GradientMaps maps,
                             const __grid_constant__ BwdParams b,
@@ -570,7 +572,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     const GradientStep& s = *step(i);
     const int valid = s.chunk.valid;
     const uint32_t in = smem + C::kInputs + stage_of(i) * C::kStageBytes;
-    float dq[4][4], dk[4][4], dG[4][4], outside[2], exponents[4][4];
+    float dq[4][4], dk[4][4], dG[4][4], exponents[4][4];
     MbarrierWait(smem + C::kValuesFull, i & 1);
     MbarrierWait(smem + C::kStatesFull, i & 1);
     {
@@ -579,8 +581,8 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       LoadLogits(logits, p, s);
       IssueProducts(dA, dq, dk, dG, smem);
       MbarrierWait(smem + C::kInputsFull + 8 * stage_of(i), kStages == 1 ? i & 1 : i >> 1 & 1);
-      MiddleExponents<G>(exponents, smem, in, gate, valid);
-      StateDots(outside, smem);
+      MiddleExponents<kGate, G>(exponents, smem, in, p, gate, valid);
+      StateDots(smem);
       // A warp whose quarter of dAqk or dAkk is above the diagonal: norms of 32 rows.
       if (const int tid = ThreadIndex(); kL2Norm && tid >= 256 && (tid & 64) == 0) {
         const bool of_q = (tid & 128) == 0;
@@ -606,15 +608,18 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       }
     }
     if (AnyStrong(smem)) {
-      AddPairs<true, kL2Norm, G>(dq, dk, dG, outside, exponents, smem, in, p, s.chunk.row, s.h,
+      AddPairs<true, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
                                   valid);
     } else {
-      AddPairs<false, kL2Norm, G>(dq, dk, dG, outside, exponents, smem, in, p, s.chunk.row, s.h,
+      AddPairs<false, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
                                   valid);
     }
-    const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);
+    const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);  // comes by then
+    float outside[2];
     TellSide(dG, outside, smem);
-    if (p.HV > p.H) AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
+    if (p.HV > p.H) {
+      AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
+    }
     if (kL2Norm && s.Last(p)) TellDots<Type>(dq, dk, smem, in);
     FenceProxyAsync();
     __syncthreads();
@@ -623,7 +628,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       if (next.item != kNoItem) LoadValues(smem, maps, p, ws, next);
     }
     if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem, in);
-    FinishGates<G>(dG, outside, smem, in, gate, p, ws, s);
+    FinishGates<kGate, G>(dG, outside, smem, in, gate, p, ws, s);
     FenceProxyAsync();
     __syncthreads();
     StoreGradients<G>(in, maps, b, s);

@@ -227,45 +227,50 @@ __device__ __forceinline__ float2 GatePairAt(uint32_t pair, uint32_t rows, int t
 
 // The gate of a lane's two channels.
 struct ChannelGate {
-  GateParams params;
-  float A;        // exp(A_log)
-  float bias[2];  // dt_bias
+  float A_log, bias[2];  // dt_bias
 
   __device__ __forceinline__ ChannelGate(const FwdParams& p, int row, int h, int channel)
-      : A(Ex2(kLog2E * (p.A_log == nullptr ? 0.f : p.A_log[row * p.A_log_stride + h]))),
-        bias{0.f, 0.f} {
-    params = {p.gate, kLog2E, -A};
-    if (p.gate == Gate::kLowerBound) params = {p.gate, -kLog2E * A, p.lower_bound * kLog2E};
+      : A_log(p.A_log == nullptr ? 0.f : p.A_log[row * p.A_log_stride + h]), bias{0.f, 0.f} {
     if (p.dt_bias == nullptr) return;
     const float* from = p.dt_bias + row * p.dt_bias_stride + h * kHead + channel;
     bias[0] = from[0];
     bias[1] = from[8];
+  }
+  __device__ __forceinline__ float A() const { return Ex2(kLog2E * A_log); }
+  template <Gate kGate>
+  __device__ __forceinline__ GateParams Params(const FwdParams& p) const {
+    if (kGate == Gate::kLowerBound) return {kGate, -kLog2E * A(), p.lower_bound * kLog2E};
+    return {kGate, kLog2E, -A()};
   }
 };
 
 // Log decays, base 2, of the 16 tokens of this side's block I: y[i] of n-tile 2 I + (i >> 1),
 // channel i & 1. `in`: the stage of inputs. Tokens of no sequence decay nothing: they are selected
 // away, since they may hold NaN.
-template <typename G>
+template <Gate kGate, typename G>
 __device__ __forceinline__ void LogDecays(float2 (&y)[4], uint32_t in, const GradientPlace& at,
-                                          const ChannelGate& gate, int valid, int I) {
+                                          const FwdParams& p, const ChannelGate& gate, int valid,
+                                          int I) {
+  for (float2& z : y) z = {0.f, 0.f};
+  if (valid <= 0) return;  // never; but it keeps ptxas from mixing this with what is around it
+  const GateParams params = gate.Params<kGate>(p);
   uint32_t g_raw[4];
   LoadGates<G>(g_raw, in + GradientsConfig::kG + at.own + I * at.kSixteen);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int c = i & 1, token = at.token + 16 * I + 8 * (i >> 1);
     const float2 x = GatePairAt<G>(g_raw[i], in + GradientsConfig::kG, token, at.channel + 8 * c);
-    y[i] = {(x.x + gate.bias[c]) * gate.params.slope, (x.y + gate.bias[c]) * gate.params.slope};
+    y[i] = {(x.x + gate.bias[c]) * params.slope, (x.y + gate.bias[c]) * params.slope};
   }
-  if (gate.params.gate == Gate::kSoftplus) {
+  if (kGate == Gate::kSoftplus) {
 #pragma unroll
     for (float2& z : y) {
-      z = {gate.params.scale * Softplus2(z.x), gate.params.scale * Softplus2(z.y)};
+      z = {params.scale * Softplus2(z.x), params.scale * Softplus2(z.y)};
     }
-  } else if (gate.params.gate == Gate::kLowerBound) {
+  } else if (kGate == Gate::kLowerBound) {
 #pragma unroll
     for (float2& z : y) {
-      z = {gate.params.scale * Rcp(1.f + Ex2(z.x)), gate.params.scale * Rcp(1.f + Ex2(z.y))};
+      z = {params.scale * Rcp(1.f + Ex2(z.x)), params.scale * Rcp(1.f + Ex2(z.y))};
     }
   }
   if (valid < kChunk) {
@@ -301,15 +306,16 @@ inline constexpr float kWeakest = 64.f;
 
 // The exponents of `head` for anchors in the middle of blocks; `tail` has their negatives. Whether
 // any is out of range, and the sums over 8 tokens, go to shared memory.
-template <typename G>
+template <Gate kGate, typename G>
 __device__ __forceinline__ void MiddleExponents(float (&exponents)[4][4], uint32_t smem,
-                                                uint32_t in, const ChannelGate& gate, int valid) {
+                                                uint32_t in, const FwdParams& p, const ChannelGate& gate,
+                                                int valid) {
   const GradientPlace at(smem);
   bool strong = false;
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
     float2 y[4];
-    LogDecays<G>(y, in, at, gate, valid, I);
+    LogDecays<kGate, G>(y, in, at, p, gate, valid, I);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * I + (i >> 1), c = i & 1;
@@ -333,12 +339,13 @@ __device__ __forceinline__ bool AnyStrong(uint32_t smem) {
 
 // head and tail of the 16 tokens of this side's block I, by n-tile, for rows anchored at the block's
 // start and columns at its end.
-template <typename G>
-__device__ __forceinline__ void EdgeDecays(float (&head)[2][4], float (&tail)[2][4], uint32_t in,
-                                           const GradientPlace& at, const FwdParams& p, int row,
-                                           int h, int valid, int I) {
+template <Gate kGate, typename G>
+__device__ __forceinline__ void EdgeDecays(float (&head)[2][4], float (&tail)[2][4], uint32_t smem,
+                                           uint32_t in, const FwdParams& p, int row, int h,
+                                           int valid, int I) {
   float2 y[4];
-  LogDecays<G>(y, in, at, ChannelGate(p, row, h, at.channel), valid, I);
+  const GradientPlace at(smem);
+  LogDecays<kGate, G>(y, in, at, p, ChannelGate(p, row, h, at.channel), valid, I);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const SumsOf8 first(y[c], at.t), second(y[2 + c], at.t);
@@ -355,7 +362,7 @@ __device__ __forceinline__ void EdgeDecays(float (&head)[2][4], float (&tail)[2]
 // Pairs within blocks, at levels 8, 4, 2 and 1. At the last three a pair of 8 tokens is of a level
 // if that is the highest bit of its places, xored. What is small is read again for every product:
 // registers are short, and time is not.
-template <typename Type, typename G>
+template <typename Type, Gate kGate, typename G>
 __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4][4],
                                                float (&dG)[4][4], uint32_t smem, uint32_t in,
                                                const FwdParams& p, int row, int h, int valid) {
@@ -366,7 +373,7 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4]
     const GradientPlace at(smem);
     const int I = n >> 1, half = n & 1, of_all = 2 * at.side + I;
     float2 y[4];
-    LogDecays<G>(y, in, at, ChannelGate(p, row, h, at.channel), valid, I);
+    LogDecays<kGate, G>(y, in, at, p, ChannelGate(p, row, h, at.channel), valid, I);
     Decays decays(y[2 * half], y[2 * half + 1]);
     uint32_t q[4], k[4], x[4];
     LdmatrixTrans(q, in + C::kQ + at.own + I * at.kSixteen);
@@ -384,6 +391,7 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4]
     const uint32_t masks[3] = {of_4 || of_2 ? 0u : ~0u, of_2 ? ~0u : 0u, of_4 ? ~0u : 0u};
 #pragma unroll
     for (int level = 0; level < 3; ++level) {  // of 1 << level tokens
+      if (valid <= 0) break;  // never, as above
       const bool is_upper = at.t & (level == 2 ? 2 : 1);
       float f[4];
       if (level == 0) {
@@ -419,7 +427,7 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4]
     float f[2][4];
     {
       float2 y[4];
-      LogDecays<G>(y, in, at, ChannelGate(p, row, h, at.channel), valid, I);
+      LogDecays<kGate, G>(y, in, at, p, ChannelGate(p, row, h, at.channel), valid, I);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const SumsOf8 first(y[c], at.t), second(y[2 + c], at.t);
@@ -471,11 +479,10 @@ __device__ __forceinline__ void AddProduct(float (&acc)[4][4], int I, const uint
 }
 
 // do S, y S and e dS, in dq, dk and dG -> dq, dk and dG of q and k as they are normalised, which
-// take the places of q and k. `outside`: what dg of every token gets. `heads`: the exponents of
-// anchors in the middle.
-template <bool kStrong, bool kL2Norm, typename G>
+// take the places of q and k. `heads`: the exponents of anchors in the middle.
+template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
 __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], float (&dG)[4][4],
-                                         const float (&outside)[2], float (&heads)[4][4],
+                                         float (&heads)[4][4],
                                          uint32_t smem, uint32_t in, const FwdParams& p,
                                          int row, int h, int valid) {
   using C = GradientsConfig;
@@ -489,7 +496,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
     LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
     float head[2][4], tail[2][4];
     if (kStrong) {
-      EdgeDecays<G>(head, tail, in, at, p, row, h, valid, I);
+      EdgeDecays<kGate, G>(head, tail, smem, in, p, row, h, valid, I);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -562,10 +569,11 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
   for (int c = 0; c < 2; ++c) {  // what the keys of both blocks keep decays to the chunk's end
     const float second = at.side ? F[4][c] : F[4][c] * F[3][c] * F[2][c],
                 first = second * (at.side ? F[3][c] : F[1][c]);
-    float sum = fmaf(kept[0][c], first, fmaf(kept[1][c], second, outside[c]));
+    float sum = fmaf(kept[0][c], first, kept[1][c] * second);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (at.t == 0) StsF32(at.SideAt(at.side) + 32 * c, sum);
+    const uint32_t side = at.SideAt(at.side) + 32 * c;
+    if (at.t == 0) StsF32(side, LdsF32(side) + sum);
   }
   BarSync(1 + at.warp, 64);  // operands of the other side; it has read the decays as well
 
@@ -619,7 +627,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
     LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
     float head[2][4], tail[2][4];
     if (kStrong) {
-      EdgeDecays<G>(head, tail, in, at, p, row, h, valid, I);
+      EdgeDecays<kGate, G>(head, tail, smem, in, p, row, h, valid, I);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -654,7 +662,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
       }
     }
   }
-  if (kStrong) AddPairsWithin<Type, G>(dq, dk, dG, smem, in, p, row, h, valid);
+  if (kStrong) AddPairsWithin<Type, kGate, G>(dq, dk, dG, smem, in, p, row, h, valid);
 }
 
 }  // namespace jax_kda::sm90

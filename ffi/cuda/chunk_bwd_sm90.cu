@@ -43,7 +43,7 @@ ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStre
                 b, reverse, ws);
 }
 
-template <bool kL2Norm, typename G>
+template <bool kL2Norm, Gate kGate, typename G>
 ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
   const FwdParams& p = b.fwd;
   const int64_t tokens = p.B * p.T;
@@ -59,8 +59,15 @@ ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cud
   }
   using Config = sm90::GradientsConfig;
   const int64_t blocks = std::min<int64_t>(ws.fwd.NT * p.H, sm90::kGradientBlocks);
-  return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, G>,
+  return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, kGate, G>,
                 {dim3(blocks), Config::kThreads, Config::kBytes}, stream, maps, b, ws);
+}
+
+template <bool kL2Norm, Gate kGate>
+ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  return b.fwd.g_dtype == DType::kF32
+             ? LaunchGradients<kL2Norm, kGate, float>(b, ws, stream)
+             : LaunchGradients<kL2Norm, kGate, __nv_bfloat16>(b, ws, stream);
 }
 
 template <bool kL2Norm>
@@ -75,8 +82,14 @@ ffi::Error LaunchKernels(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaS
     RETURN_IF_ERROR((LaunchScan<Operand, 2>(b, ws, stream)));
   }
   if (!tokens) return ffi::Error::Success();
-  return p.g_dtype == DType::kF32 ? LaunchGradients<kL2Norm, float>(b, ws, stream)
-                                  : LaunchGradients<kL2Norm, __nv_bfloat16>(b, ws, stream);
+  switch (p.gate) {
+    case Gate::kActivated:
+      return LaunchGradients<kL2Norm, Gate::kActivated>(b, ws, stream);
+    case Gate::kSoftplus:
+      return LaunchGradients<kL2Norm, Gate::kSoftplus>(b, ws, stream);
+    default:
+      return LaunchGradients<kL2Norm, Gate::kLowerBound>(b, ws, stream);
+  }
 }
 
 }  // namespace
