@@ -17,8 +17,8 @@ using sm90::Launch;
 using sm90::MakeTileMap;
 
 // Up to this many sequences times heads, V is split over two blocks: twice as many SMs, each with
-// half the products. The two scans run side by side, so it is half of the forward's.
-constexpr int64_t kSplitChains = 24;
+// half the products. The two scans run side by side, so that 33 chains fill 132 SMs.
+constexpr int64_t kSplitChains = 33;
 
 template <typename Operand, int kWarpgroups>
 ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
