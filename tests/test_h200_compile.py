@@ -155,8 +155,9 @@ def test_workspace_is_the_size_that_the_handler_wants():
             cut = primitive.segment_chunks(*sizes)
             expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut)
             assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
+            cut = primitive.gradient_segment_chunks(*sizes)
             for H in {1, HV}:
-                expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
+                expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed, cut)
                 assert primitive.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed) == expected
 
 
