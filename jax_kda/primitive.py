@@ -159,7 +159,7 @@ def gradient_segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> in
         summaries = 3 * segments - 4  # of S, of dS and transitions, but of the ends
         if summaries * chains > _SMS:
             break
-        between = 22_000 + 1800 * length + 1000 * (segments - 2)
+        between = 22_000 + 2100 * length + 1000 * (segments - 2)
         if (cut := between + scans(segments * chains, length)) < time:
             best, time = length, cut
     return best

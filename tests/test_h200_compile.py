@@ -179,6 +179,13 @@ def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
 
 
+@pytest.mark.parametrize(
+    "B, T, HV, chunks", [(1, 8192, 32, 0), (1, 8192, 16, 0), (1, 8192, 8, 22), (8, 2048, 32, 0)]
+)
+def test_few_long_chains_of_the_gradient_are_cut(B, T, HV, chunks):
+    assert primitive.gradient_segment_chunks(B, T, HV, 1, False) == chunks
+
+
 def gradient(f, x, state):
     return jax.grad(lambda x, state: jnp.sum(f(x, state)[0].astype(jnp.float32)), (0, 1))(x, state)
 

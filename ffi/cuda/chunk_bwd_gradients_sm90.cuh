@@ -131,9 +131,9 @@ __device__ __forceinline__ void IssueProducts(float (&dA)[4][4], float (&dq)[4][
   WgmmaCommit();
 }
 
-// 1 / norm of 16 rows of q or k, `tile`, from `first` on, to `norms`: as in prepare but never 0,
-// since the gradient of a row of zeros is not 0.
-__device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int first) {
+// 1 / norm of 16 rows of q or k, `tile`, from `first` on, to `norms`: as in prepare but 0 for rows of
+// no sequence alone, since the gradient of a row of zeros is not 0.
+__device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int first, int valid) {
   const int lane = ThreadIndex() & 31, g = lane >> 2, t = lane & 3;
   const Corners at(lane);
   float low[4] = {}, high[4] = {};
@@ -146,8 +146,11 @@ __device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int
     Mma<Bf16>(high, x, x[1], x[3]);
   }
   if (t == g >> 1) {
-    StsF32(norms + (first + g) * 4, Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f));
-    StsF32(norms + (first + g) * 4 + 32, Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f));
+    const int row = first + g;
+    const float upper = Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f),
+                lower = Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f);
+    StsF32(norms + row * 4, row < valid ? upper : 0.f);
+    StsF32(norms + row * 4 + 32, row + 8 < valid ? lower : 0.f);
   }
 }
 
@@ -561,10 +564,11 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     MbarrierInit(smem + C::kStatesFull, 1);
     for (int i = 0; i < kStages; ++i) MbarrierInit(smem + C::kInputsFull + 8 * i, 1);
     FenceMbarrierInit();
+    if (s.item != kNoItem) load_inputs(0, s);
+    GriddepcontrolWait();  // for the scans' records, which all but the inputs comes after
     if (s.item != kNoItem) {
       LoadValues(smem, maps, p, ws, s);
       LoadStates(smem, p, ws, s);
-      load_inputs(0, s);
     }
   }
   __syncthreads();
@@ -588,8 +592,8 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
         const bool of_q = (tid & 128) == 0;
         const uint32_t tile = in + (of_q ? C::kQ : C::kK),
                        norms = smem + C::kNorms + (of_q ? 0 : kChunk * 4);
-        GradientNorms(tile, norms, tid & 32);
-        GradientNorms(tile, norms, (tid & 32) + 16);
+        GradientNorms(tile, norms, tid & 32, valid);
+        GradientNorms(tile, norms, (tid & 32) + 16, valid);
       }
       WgmmaWait<1>();
       StorePairs(dA, logits, smem, b, s);

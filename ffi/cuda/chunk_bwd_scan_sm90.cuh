@@ -109,37 +109,25 @@ __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Wor
   }
 }
 
-// S or dS -> its tile on the way out, times `factor`.
-__device__ __forceinline__ void StageState(const float (&S)[64], float factor, uint32_t staged,
+// S or dS as left operand -> its tile on the way out, times `factor`.
+template <typename Operand>
+__device__ __forceinline__ void StageState(const uint32_t (&a)[32], float factor, uint32_t staged,
                                            int lane) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     uint32_t x[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      x[j] = Pack<Bf16>(S[8 * i + 2 * j] * factor, S[8 * i + 2 * j + 1] * factor);
+      float2 pair = {Bf16Lo(a[4 * i + j]), Bf16Hi(a[4 * i + j])};
+      if (std::is_same_v<Operand, Fp16>) {
+        pair = __half22float2(*reinterpret_cast<const __half2*>(&a[4 * i + j]));
+      }
+      x[j] = Pack<Bf16>(pair.x * factor, pair.y * factor);
     }
     const uint32_t row = (lane & 7) + (lane >> 3 & 1) * 8;
     Stmatrix(staged + (i >> 2) * record::kStateHalf + Swizzled(row, (i & 3) * 2 + (lane >> 4)),
              x[0], x[1], x[2], x[3]);
   }
-}
-
-// The same from S as left operand.
-template <typename Operand>
-__device__ __forceinline__ void StageOperand(const uint32_t (&a)[32], float factor, uint32_t staged,
-                                             int lane) {
-  float S[64];
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    float2 pair = {Bf16Lo(a[i]), Bf16Hi(a[i])};
-    if (std::is_same_v<Operand, Fp16>) {
-      pair = __half22float2(*reinterpret_cast<const __half2*>(&a[i]));
-    }
-    S[2 * i] = pair.x;
-    S[2 * i + 1] = pair.y;
-  }
-  StageState(S, factor, staged, lane);
 }
 
 // A transposed accumulator [V, tokens] -> its half of a tile [tokens, V], times `factor` and, by
@@ -169,30 +157,6 @@ __device__ __forceinline__ void LoadValueFragments(uint32_t (&u)[16], uint32_t v
   for (int i = 0; i < 16; ++i) {
     const int column = (i >> 1) * 8 + 2 * t;
     u[i] = column >= valid ? 0u : column + 1 >= valid ? u[i] & 0xffffu : u[i];
-  }
-}
-
-// S -> the left operand of this chunk.
-template <typename Operand>
-__device__ __forceinline__ void PackScaled(uint32_t (&a)[32], float (&S)[64], StateScale& scale,
-                                           float growth) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) a[i] = Pack<Operand>(S[2 * i], S[2 * i + 1]);
-  // Twice where a state that shrank was too small to tell how small.
-  for (int i = 0; std::is_same_v<Operand, Fp16> && i < 2; ++i) {
-    if (!scale.Rescale(S, scale.StateBound(a) + growth)) break;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) a[j] = Pack<Operand>(S[2 * j], S[2 * j + 1]);
-  }
-}
-__device__ __forceinline__ void DecayState(float (&S)[64], uint32_t decays, int t) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    const float2 decay = LdsF32x2(decays + (8 * j + 2 * t) * 4);
-    S[4 * j] *= decay.x;
-    S[4 * j + 1] *= decay.y;
-    S[4 * j + 2] *= decay.x;
-    S[4 * j + 3] *= decay.y;
   }
 }
 
@@ -270,10 +234,7 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     if (!kSummary || !transition) {
       MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
       LoadValueFragments(u, value, fragment, valid, t);
-      if (kSummary) {
-        BarSync(1 + warpgroup, 128);
-        if (thread == 0) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
-      }
+      if (kSummary) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
     } else {
 #pragma unroll
       for (uint32_t& pair : u) pair = 0;
@@ -284,8 +245,13 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     }
     MbarrierWait(smem + C::kImagesFull + 8 * images.stage, images.parity);
     uint32_t a[32];
-    PackScaled<Operand>(a, S, scale, growth);
-    if (!kReverse) DecayState(S, small, t);
+    PackState<Operand>(a, S, scale, growth, small, t);
+    if (kReverse) {
+      const float down = p.scale == 0.f ? 0.f : scale.down;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) u[j] = Pack<Operand>(Bf16Lo(u[j]) * down, Bf16Hi(u[j]) * down);
+    }
+
     float R[32];                                                     // r, then e; or x, then y
     const uint32_t multiplied = image + (kReverse ? 2 : 1) * kTile;  // k_restored, k_decayed
     const uint64_t by_state = WgmmaDescriptor(multiplied, 16);
@@ -294,21 +260,25 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     const uint64_t Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
     const uint64_t q_decayed = WgmmaDescriptor(image, kHalfTile);
     WgmmaFence();
+    if (kReverse) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Wgmma64x64<Operand, 1>(R, &u[4 * j], Aqk + j * kRowStep, j > 0);
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
-      Wgmma64x64<Operand>(R, &a[4 * j], by_state + step, j > 0);
-    }
-    if (kReverse) {
-      const float down = p.scale == 0.f ? 0.f : scale.down;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) u[j] = Pack<Operand>(Bf16Lo(u[j]) * down, Bf16Hi(u[j]) * down);
-      WgmmaFence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) Wgmma64x64<Operand, 1>(R, &u[4 * j], Aqk + j * kRowStep, 1);
+      Wgmma64x64<Operand>(R, &a[4 * j], by_state + step, kReverse || j > 0);
     }
     WgmmaCommit();
-    // Behind these products, which have what they take of the state.
+    if (kReverse) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Wgmma64x128Trans<Operand>(S, &u[4 * j], q_decayed + j * kRowStep);
+      }
+      WgmmaCommit();
+    }
     if (!kSummary) {
       if (thread == 0) {
         BulkWaitRead();  // the last chunk's tiles have left
@@ -316,29 +286,27 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
       }
       stored_stage = values.stage;
       BarSync(1 + warpgroup, 128);
-      if (kReverse) {
-        StageState(S, scale.up * unit, states + warp * 16 * 128, lane);
-      } else {  // ptxas would wait for the products before it lets S be read here
-        StageOperand<Operand>(a, scale.up, states + warp * 16 * 128, lane);
-      }
+      StageState<Operand>(a, scale.up * unit, states + warp * 16 * 128, lane);
     }
-    if (kReverse) DecayState(S, small, t);
 
     float2 beta[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       beta[j] = LdsF32x2(small + image::kDecayBytes + (8 * j + 2 * t) * 4);
     uint32_t w[16];
-    WgmmaWait<0>();
-    if (!kReverse) {
+    if (kReverse) {
+      WgmmaWait<1>();
+#pragma unroll
+      for (int j = 0; j < 16; ++j) w[j] = Pack<Operand>(R[2 * j], R[2 * j + 1]);
+    } else {
+      WgmmaWait<0>();
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         R[2 * j] = fmaf(Bf16Lo(u[j]), scale.down, -R[2 * j]);
         R[2 * j + 1] = fmaf(Bf16Hi(u[j]), scale.down, -R[2 * j + 1]);
+        w[j] = Pack<Operand>(R[2 * j], R[2 * j + 1]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < 16; ++j) w[j] = Pack<Operand>(R[2 * j], R[2 * j + 1]);
     const uint64_t inverse = WgmmaDescriptor(matrix, 16);
     WgmmaFence();
 #pragma unroll
@@ -346,25 +314,17 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
       Wgmma64x64<Operand, kReverse>(R, &w[4 * j], inverse + j * (kReverse ? kRowStep : 2), 1);
     }
     WgmmaCommit();
-    if (kReverse) {  // while y becomes an operand
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        Wgmma64x128Trans<Operand>(S, &u[4 * j], q_decayed + j * kRowStep);
-      }
-      WgmmaCommit();
-    }
-    WgmmaWait<kReverse ? 1 : 0>();
-    uint32_t w2[16];
+    WgmmaWait<0>();
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float2 b = beta[j >> 1];
-      w2[j] =
+      w[j] =
           Pack<Operand>(R[2 * j] * (kReverse ? -b.x : b.x), R[2 * j + 1] * (kReverse ? -b.y : b.y));
     }
     const uint64_t to_state = WgmmaDescriptor(image + (kReverse ? 1 : 2) * kTile, kHalfTile);
     WgmmaFence();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) Wgmma64x128Trans<Operand>(S, &w2[4 * j], to_state + j * kRowStep);
+    for (int j = 0; j < 4; ++j) Wgmma64x128Trans<Operand>(S, &w[4 * j], to_state + j * kRowStep);
     WgmmaCommit();
 
     if constexpr (!kSummary) {
@@ -459,8 +419,9 @@ __device__ inline void FillGradients(const BwdParams& b, int first, int last, in
   }
 }
 
-// Rings' barriers, by one thread.
-template <typename Config>
+// Rings' barriers, by one thread. Of summaries every thread releases a value tile, else one whose
+// warpgroup has put another in its place.
+template <typename Config, bool kSummary>
 __device__ void InitBwdBarriers(uint32_t smem) {
   using C = Config;
   for (int i = 0; i < C::kImageStages; ++i) {
@@ -469,7 +430,7 @@ __device__ void InitBwdBarriers(uint32_t smem) {
   }
   for (int i = 0; i < C::kValueStages; ++i) {
     MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
-    MbarrierInit(smem + C::kValuesEmpty + 8 * i, C::kWarpgroups);
+    MbarrierInit(smem + C::kValuesEmpty + 8 * i, C::kWarpgroups * (kSummary ? 128 : 1));
   }
   FenceMbarrierInit();
 }
@@ -490,7 +451,7 @@ __global__ void __launch_bounds__(BwdScanConfig<kWarpgroups>::kThreads, 1)
   const int HV = static_cast<int>(b.fwd.HV), h = blockIdx.x % HV;
   const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
   const Segment s = FindWork(reversed ? reverse : b.fwd, ws.fwd, blockIdx.x / HV);
-  if (tid == 0) InitBwdBarriers<C>(smem);
+  if (tid == 0) InitBwdBarriers<C, false>(smem);
   __syncthreads();
   // Registers as in the forward's scan.
   if (warpgroup < kWarpgroups) {
@@ -539,7 +500,7 @@ __global__ void __launch_bounds__(BwdScanConfig<2>::kThreads, 1)
   // Every block waits: that this kernel has ended has to mean that prepare has.
   if (tid == 2 * 128) GriddepcontrolWait();
   if (s.length == 0 || (reversed || transition ? s.first : s.last) || (transition && s.last)) return;
-  if (tid == 0) InitBwdBarriers<C>(smem);
+  if (tid == 0) InitBwdBarriers<C, true>(smem);
   __syncthreads();
   if (warpgroup < 2) {
     SetMaxNRegInc<232>();

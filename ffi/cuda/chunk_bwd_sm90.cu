@@ -84,7 +84,7 @@ ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cud
   using Config = sm90::GradientsConfig;
   const int64_t blocks = std::min<int64_t>(ws.fwd.NT * p.H, sm90::kGradientBlocks);
   return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, kGate, G>,
-                {dim3(blocks), Config::kThreads, Config::kBytes}, stream, maps, b, ws);
+                {dim3(blocks), Config::kThreads, Config::kBytes, true}, stream, maps, b, ws);
 }
 
 template <bool kL2Norm, Gate kGate>

@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   float sum = 0.f;
   if (i < kParameterSums && p.gate != Gate::kActivated) {  // else nothing was written
     const float* from = ws.parameter_sums + h * kParameterSums + i;
-#pragma unroll 4
+#pragma unroll 16
     for (int64_t c = first + part; c < end; c += C::kParts) {
       sum += from[c * HV * kParameterSums];
     }
