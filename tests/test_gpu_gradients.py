@@ -157,7 +157,7 @@ def test_many_chunks():
 CUTS = {
     "dense": Case(T=2500, B=2, H=1, HV=2),
     "weak": Case(T=2500, gate="activated", log_decay=-1e-3),
-    "packed": Case(T=4000, H=1, gate="lower_bound", lower_bound=-5.0, lengths=(0, 100, 3000, 830)),
+    "packed": Case(T=8000, H=1, gate="lower_bound", lower_bound=-5.0, lengths=(0, 100, 6500)),
 }
 
 

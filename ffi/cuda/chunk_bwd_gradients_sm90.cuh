@@ -131,8 +131,8 @@ __device__ __forceinline__ void IssueProducts(float (&dA)[4][4], float (&dq)[4][
   WgmmaCommit();
 }
 
-// 1 / norm of 16 rows of q or k, `tile`, from `first` on, to `norms`: as in prepare but 0 for rows of
-// no sequence alone, since the gradient of a row of zeros is not 0.
+// 1 / norm of 16 rows of q or k, `tile`, from `first` on, to `norms`: as in prepare but 0 for rows
+// of no sequence alone, since the gradient of a row of zeros is not 0.
 __device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int first, int valid) {
   const int lane = ThreadIndex() & 31, g = lane >> 2, t = lane & 3;
   const Corners at(lane);
@@ -613,10 +613,10 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     }
     if (AnyStrong(smem)) {
       AddPairs<true, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
-                                  valid);
+                                        valid);
     } else {
       AddPairs<false, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
-                                  valid);
+                                         valid);
     }
     const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);  // comes by then
     float outside[2];

@@ -20,9 +20,9 @@
 //
 // The anchor is the middle of the block, where one of head and tail is above 1. So it has to be
 // within range: no 8 tokens may decay to less than 2^-kWeakest. Where any of a pair of warps' do,
-// the two of them anchor rows at the start of their block and columns at its end, so that every decay
-// is at most 1; then the pairs within a block meet at one of four levels (8, 4, 2, 1), by the highest
-// bit in which their places differ, with both ends decayed to the border between them.
+// the two of them anchor rows at the start of their block and columns at its end, so that every
+// decay is at most 1; then the pairs within a block meet at one of four levels (8, 4, 2, 1), by the
+// highest bit in which their places differ, with both ends decayed to the border between them.
 #pragma once
 
 #include <type_traits>
@@ -308,8 +308,8 @@ inline constexpr float kWeakest = 64.f;
 // any is out of range, and the sums over 8 tokens, go to shared memory.
 template <Gate kGate, typename G>
 __device__ __forceinline__ void MiddleExponents(float (&exponents)[4][4], uint32_t smem,
-                                                uint32_t in, const FwdParams& p, const ChannelGate& gate,
-                                                int valid) {
+                                                uint32_t in, const FwdParams& p,
+                                                const ChannelGate& gate, int valid) {
   const GradientPlace at(smem);
   bool strong = false;
 #pragma unroll
@@ -337,8 +337,8 @@ __device__ __forceinline__ bool AnyStrong(uint32_t smem) {
   return (Lds32(of_warp) | Lds32(of_warp + 32)) != 0;
 }
 
-// head and tail of the 16 tokens of this side's block I, by n-tile, for rows anchored at the block's
-// start and columns at its end.
+// head and tail of the 16 tokens of this side's block I, by n-tile, for rows anchored at the
+// block's start and columns at its end.
 template <Gate kGate, typename G>
 __device__ __forceinline__ void EdgeDecays(float (&head)[2][4], float (&tail)[2][4], uint32_t smem,
                                            uint32_t in, const FwdParams& p, int row, int h,
@@ -386,12 +386,11 @@ __device__ __forceinline__ void AddPairsWithin(float (&dq)[4][4], float (&dk)[4]
     uint32_t keys = x[3 * half];
     LdmatrixTrans(x, at.BlockForTrans(C::kDAkk, of_all, of_all));
     keys |= x[3 * half];  // either is 0
-    const bool of_4 = (at.g >> 2) != (at.t >> 1),
-               of_2 = !of_4 && (at.g >> 1 & 1) != (at.t & 1);
+    const bool of_4 = (at.g >> 2) != (at.t >> 1), of_2 = !of_4 && (at.g >> 1 & 1) != (at.t & 1);
     const uint32_t masks[3] = {of_4 || of_2 ? 0u : ~0u, of_2 ? ~0u : 0u, of_4 ? ~0u : 0u};
 #pragma unroll
     for (int level = 0; level < 3; ++level) {  // of 1 << level tokens
-      if (valid <= 0) break;  // never, as above
+      if (valid <= 0) break;                   // never, as above
       const bool is_upper = at.t & (level == 2 ? 2 : 1);
       float f[4];
       if (level == 0) {
@@ -482,9 +481,8 @@ __device__ __forceinline__ void AddProduct(float (&acc)[4][4], int I, const uint
 // take the places of q and k. `heads`: the exponents of anchors in the middle.
 template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
 __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], float (&dG)[4][4],
-                                         float (&heads)[4][4],
-                                         uint32_t smem, uint32_t in, const FwdParams& p,
-                                         int row, int h, int valid) {
+                                         float (&heads)[4][4], uint32_t smem, uint32_t in,
+                                         const FwdParams& p, int row, int h, int valid) {
   using C = GradientsConfig;
   using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
   const GradientPlace at(smem);
@@ -604,7 +602,8 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
 #pragma unroll
   for (int I = 3; I >= 0; --I) {
     if (I < 2 && at.side == 1) break;
-    const uint4 q_head = Lds128(at.Operand(C::kQHead, I)), k_head = Lds128(at.Operand(C::kKHead, I));
+    const uint4 q_head = Lds128(at.Operand(C::kQHead, I)),
+                k_head = Lds128(at.Operand(C::kKHead, I));
 #pragma unroll
     for (int J = 0; J < 2; ++J) {
       if (J == 1 && (I & 1) == 0 && at.side == I >> 1) continue;  // above the diagonal
@@ -651,8 +650,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
       for (int x = 0; x < 2; ++x) {
         const int e = 2 * c + x;
         const float qi = x ? q_pair.y : q_pair.x, ki = x ? k_pair.y : k_pair.x,
-                    d = x ? diagonal.y : diagonal.x,
-                    qf = x ? Bf16Hi(q_head[i]) : Bf16Lo(q_head[i]),
+                    d = x ? diagonal.y : diagonal.x, qf = x ? Bf16Hi(q_head[i]) : Bf16Lo(q_head[i]),
                     kf = x ? Bf16Hi(k_head[i]) : Bf16Lo(k_head[i]),
                     kt = x ? Bf16Hi(k_tail[i]) : Bf16Lo(k_tail[i]);
         const float row_q = dq[n][e], row_k = dk[n][e], col = dG[n][e];

@@ -19,8 +19,8 @@
 // are no longer than that, dv at most twice.
 //
 // Segments run the same way from the state before or after them. What one does to a state, S T + C
-// and dS T^T + C', comes from the same loops with nothing kept: C and C' from zeros, T from the rows
-// of the identity with v = 0.
+// and dS T^T + C', comes from the same loops with nothing kept: C and C' from zeros, T from the
+// rows of the identity with v = 0.
 //
 // Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; z = 0 reverse, 1
 // states, of summaries also 2 transitions. The reverse scan is the longer one and starts first.
@@ -345,7 +345,8 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
       BarSync(1 + warpgroup, 128);
       std::byte* record = ws.records + ((s.first_chunk + c) * p.HV + h) * int64_t{record::kBytes};
       if (thread == 0) {
-        std::byte* state = record + (kReverse ? record::kDState : record::kState) + v_half * 64 * 128;
+        std::byte* state =
+            record + (kReverse ? record::kDState : record::kState) + v_half * 64 * 128;
         BulkStore(state, states, 64 * 128);
         BulkStore(state + record::kStateHalf, states + record::kStateHalf, 64 * 128);
         if (kReverse) {
@@ -499,7 +500,8 @@ __global__ void __launch_bounds__(BwdScanConfig<2>::kThreads, 1)
   const Segment s = FindWork(reversed ? reverse : b.fwd, ws.fwd, blockIdx.x / HV);
   // Every block waits: that this kernel has ended has to mean that prepare has.
   if (tid == 2 * 128) GriddepcontrolWait();
-  if (s.length == 0 || (reversed || transition ? s.first : s.last) || (transition && s.last)) return;
+  if (s.length == 0 || (reversed || transition ? s.first : s.last) || (transition && s.last))
+    return;
   if (tid == 0) InitBwdBarriers<C, true>(smem);
   __syncthreads();
   if (warpgroup < 2) {

@@ -1,4 +1,4 @@
-// Host side of the Hopper gradient: workspace, tensor maps, the five launches.
+// Host side of the Hopper gradient: workspace, tensor maps, launches.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -154,7 +154,7 @@ ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
   }
   if (p.B == 0 || (b.dA_log == nullptr && b.ddt_bias == nullptr)) return ffi::Error::Success();
   return Launch("ChunkBwdSumsKernel", sm90::ChunkBwdSumsKernel,
-                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0}, stream, b, ws);
+                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0, true}, stream, b, ws);
 }
 
 }  // namespace jax_kda

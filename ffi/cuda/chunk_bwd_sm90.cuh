@@ -9,7 +9,8 @@
 //   sums           (row, value head)          parameter sums -> dA_log ddt_bias
 //
 // Where chains are few and long, both scans are cut into segments as the forward's is: summarise
-// makes S T + C and dS T^T + C' of each, combine the states between them, and the scans start there.
+// makes S T + C and dS T^T + C' of each, combine the states between them, and the scans start
+// there.
 //
 // e, y and what they are good for stand in docs/math.md under "The gradient".
 #pragma once

@@ -23,6 +23,7 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   const FwdParams& p = b.fwd;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV, row = blockIdx.x / HV;
   const int part = threadIdx.x / C::kWidth, i = threadIdx.x % C::kWidth;
+  GriddepcontrolWait();
   int64_t first = row * (ws.fwd.NT / p.B), end = first + ws.fwd.NT / p.B;
   bool malformed = false;
   if (ws.fwd.sequences != nullptr) {  // those of its sequences, which lie side by side
