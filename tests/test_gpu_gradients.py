@@ -15,6 +15,8 @@ from platforms import op, rms_ratio
 from test_golden import load, vector_ids
 from test_gradients import draw_cotangents, gradients
 
+from jax_kda import primitive
+
 pytestmark = pytest.mark.gpu
 
 # RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, one
@@ -149,6 +151,22 @@ def test_many_chunks():
     """Every block takes several chunks, and the states come a long way."""
     x, options = make_inputs(wide(Case(T=4100, H=3, HV=6, gate="lower_bound", lower_bound=-5.0)))
     x = x | {name: x[name].astype(jnp.bfloat16) for name in ("q", "k", "v")}
+    check(x, **options)
+
+
+CUTS = {
+    "dense": Case(T=2500, B=2, H=1, HV=2),
+    "weak": Case(T=2500, gate="activated", log_decay=-1e-3),
+    "packed": Case(T=8000, H=1, gate="lower_bound", lower_bound=-5.0, lengths=(0, 100, 6500)),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_scans_in_segments(name: str):
+    case = CUTS[name]
+    M, HV = len(case.lengths) or 1, case.HV or case.H
+    assert primitive.gradient_segment_chunks(case.B, case.T, HV, M, bool(case.lengths)) > 0
+    x, options = make_inputs(wide(case), jnp.bfloat16)
     check(x, **options)
 
 
