@@ -268,6 +268,7 @@ __device__ __forceinline__ void TellSide(const float (&dG)[4][4], float (&outsid
                   (dG[2][2 * c] + dG[2][2 * c + 1] + dG[3][2 * c] + dG[3][2 * c + 1]);
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
+    __syncwarp();  // the others have read it
     if (at.t == 0) StsF32(at.SideAt(1) + 32 * c, total + outside[c]);
   }
 }

@@ -2,13 +2,14 @@
 //
 // A block's threads are fibers. One runs at a time, from one operation that waits for others to the
 // next, and warps run in random order, far ahead of each other or behind. Copies of the copy engine
-// out of shared memory read as late as they may. Shared memory starts as NaN. These end a run with a
-// message: a deadlock; a misaligned or stray address; a barrier with the wrong count, an mbarrier with
-// the wrong bytes; two accesses to shared memory, one of them a write, that no barrier orders (vector
-// clocks, a warp's lanes ordered by __syncwarp alone).
+// out of shared memory read as late as they may. Shared memory starts as NaN. These end a run with
+// a message: a deadlock; a misaligned or stray address; a barrier with the wrong count, an mbarrier
+// with the wrong bytes; two accesses to shared memory, one of them a write, that no barrier orders
+// (vector clocks, a warp's lanes ordered by __syncwarp alone).
 //
-// Blocks run one after the other, kernels in the order of their launches. What is not here: time, races
-// in global memory, proxies and their fences, products that still run when their operands change.
+// Blocks run one after the other, kernels in the order of their launches. What is not here: time,
+// races in global memory, proxies and their fences, products that still run when their operands
+// change.
 #pragma once
 
 #include <ucontext.h>
@@ -124,7 +125,7 @@ struct Fiber {
 struct Shadow {
   struct Access {
     uint32_t time = 0, step = 0;  // 0: none
-    uint8_t warp = 0, lane = 0;   // kWarp: several lanes
+    uint8_t warp = 0, lane = 0;   // kWarp: several lanes; beyond: the copy engine
   };
   std::vector<Access> writes, reads;
 };
@@ -273,18 +274,19 @@ inline void Check(uint32_t address, size_t bytes) {
   if (address % bytes != 0) Fail("misaligned address in shared memory");
   if (address + bytes > kSharedBytes) Fail("address beyond shared memory");
 }
-// Notes an access of this thread, after a look at whether those before it are ordered.
-inline void Note(uint32_t address, size_t bytes, bool write) {
+// Notes an access of this thread, or of the copy engine for it, after a look at whether those
+// before it are ordered. Within a warp mbarriers order the copy engine.
+inline void Note(uint32_t address, size_t bytes, bool write, bool copied = false) {
   const int warp = Tid() / kWarp, lane = Lane(), warps = static_cast<int>(block->warps.size());
   const Clock& clock = ThisWarp().clock;
   const uint32_t step = block->current->step;
   auto races = [&](const Shadow::Access& other) {
     if (other.time == 0) return false;
     if (other.warp != warp) return other.time > clock[other.warp];
-    return other.lane != lane && other.step == step;
+    return other.lane != lane && other.lane <= kWarp && other.step == step;
   };
   const Shadow::Access access = {clock[warp], step, static_cast<uint8_t>(warp),
-                                 static_cast<uint8_t>(lane)};
+                                 static_cast<uint8_t>(copied ? kWarp + 1 : lane)};
   for (size_t i = address; i < address + bytes; ++i) {
     Shadow::Access* reads = &block->shadow.reads[i * warps];
     bool race = races(block->shadow.writes[i]);
@@ -294,7 +296,7 @@ inline void Note(uint32_t address, size_t bytes, bool write) {
     } else {
       const bool again = reads[warp].step == step && reads[warp].lane != lane;
       reads[warp] = access;
-      if (again) reads[warp].lane = kWarp;
+      if (again && !copied) reads[warp].lane = kWarp;
     }
     if (race) {
       Fail("thread " + std::to_string(Tid()) + (write ? " writes" : " reads") + " byte " +
@@ -339,9 +341,7 @@ inline const struct {
   Coordinate<[] { return emulator::block->grid.z; }> z;
 } gridDim;
 
-inline void __syncthreads() {
-  emulator::Sync(0, static_cast<int>(emulator::block->fibers.size()));
-}
+inline void __syncthreads() { emulator::Sync(0, static_cast<int>(emulator::block->fibers.size())); }
 inline void __syncwarp() {
   emulator::Exchange(0);
   ++emulator::block->current->step;
@@ -439,7 +439,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-// A tensor map as launch_sm90.cuh makes them: [2 halves][tokens][heads][64], the innermost axis last.
+// A tensor map as launch_sm90.cuh makes them: [2 halves][tokens][heads][64], the innermost axis
+// last.
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 enum CUresult { CUDA_SUCCESS };

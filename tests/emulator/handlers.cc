@@ -34,11 +34,9 @@ ffi::Error ChunkBwd(FwdAttrs attrs, ffi::RemainingArgs args, ffi::RemainingRets 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    emulated_kda_chunk_fwd, ChunkFwd,
-    ffi::Ffi::Bind().Attrs<FwdAttrs>().RemainingArgs().RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    emulated_kda_chunk_bwd, ChunkBwd,
-    ffi::Ffi::Bind().Attrs<FwdAttrs>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(emulated_kda_chunk_fwd, ChunkFwd,
+                              ffi::Ffi::Bind().Attrs<FwdAttrs>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(emulated_kda_chunk_bwd, ChunkBwd,
+                              ffi::Ffi::Bind().Attrs<FwdAttrs>().RemainingArgs().RemainingRets());
 
 }  // namespace jax_kda

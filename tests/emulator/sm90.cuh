@@ -1,6 +1,6 @@
 // What stands in for ffi/cuda/sm90.cuh where kernels are emulated: the same functions, by their
-// definition. Arithmetic is that of the GPU but for the order of sums within one instruction and the
-// last bits of exp2 and its kin.
+// definition. Arithmetic is that of the GPU but for the order of sums within one instruction and
+// the last bits of exp2 and its kin.
 #pragma once
 
 #include "emulator.h"
@@ -127,7 +127,8 @@ inline void StmatrixTrans(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uin
 
 // Ends the phase of an mbarrier when all that it expects has come.
 inline void EndPhase(emulator::Mbarrier& m) {
-  if (m.bytes < 0 || m.arrivals > m.expected) emulator::Fail("an mbarrier got more than it expects");
+  if (m.bytes < 0 || m.arrivals > m.expected)
+    emulator::Fail("an mbarrier got more than it expects");
   emulator::Release(m.gathered);
   if (m.arrivals == m.expected && m.bytes == 0) {
     m.arrivals = 0;
@@ -192,9 +193,9 @@ inline void TmaLoad(uint32_t dst, const CUtensorMap* map, uint32_t bar, int head
                     int half) {
   emulator::Check(dst, 1024);
   ForTile(dst, map, head, token, half, [](const uint8_t* from, uint32_t to) {
-    uint4 piece = {};
-    if (from != nullptr) std::memcpy(&piece, from, 16);
-    Sts128(to, piece);
+    emulator::Note(to, 16, true, true);
+    std::memset(emulator::memory + to, 0, 16);
+    if (from != nullptr) std::memcpy(emulator::memory + to, from, 16);
   });
   emulator::Mbarrier& m = FindMbarrier(bar);
   m.bytes -= map->box[3] * 8192;
@@ -204,7 +205,7 @@ inline void TmaStore(const CUtensorMap* map, uint32_t src, int head, int token, 
   emulator::Check(src, 1024);
   emulator::block->current->copies.push_back([=] {
     ForTile(src, map, head, token, half, [](uint8_t* to, uint32_t from) {
-      emulator::Note(from, 16, false);
+      emulator::Note(from, 16, false, true);
       if (to != nullptr) std::memcpy(to, emulator::memory + from, 16);
     });
   });
@@ -215,7 +216,7 @@ inline void BulkLoad(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar
   }
   emulator::Check(dst, 16);
   emulator::Check(dst + bytes - 16, 16);
-  emulator::Note(dst, bytes, true);
+  emulator::Note(dst, bytes, true, true);
   std::memcpy(emulator::memory + dst, src, bytes);
   emulator::Mbarrier& m = FindMbarrier(bar);
   m.bytes -= bytes;
@@ -228,7 +229,7 @@ inline void BulkStore(void* dst, uint32_t src, uint32_t bytes) {
   emulator::Check(src, 16);
   emulator::Check(src + bytes - 16, 16);
   emulator::block->current->copies.push_back([=] {
-    emulator::Note(src, bytes, false);
+    emulator::Note(src, bytes, false, true);
     std::memcpy(dst, emulator::memory + src, bytes);
   });
 }
@@ -246,8 +247,8 @@ inline void BulkWait() { BulkWaitRead(); }
 // ------------------------------------------------------------------------------------------------
 // tensor cores
 
-// d += a b of one warp: 16 x K times K x 8, in fragments of kPacked elements a register. `read` makes
-// a number of a register's i-th element.
+// d += a b of one warp: 16 x K times K x 8, in fragments of kPacked elements a register. `read`
+// makes a number of a register's i-th element.
 template <int kPacked, int kA, int kB, typename Read>
 void WarpProduct(float (&d)[4], const uint32_t (&a)[kA], const uint32_t (&b)[kB], Read read) {
   struct Registers {
@@ -297,8 +298,8 @@ template <typename Operand>
 float ReadMatrix(uint64_t descriptor, bool transposed, int row, int k) {
   const uint32_t start = (descriptor & 0x3fff) << 4, half = (descriptor >> 16 & 0x3fff) << 4;
   const int line = transposed ? k : row, element = transposed ? row : k;
-  const uint32_t at = start + line / 8 * 1024 + line % 8 * 128 + element / 64 * half +
-                      element % 64 * 2;
+  const uint32_t at =
+      start + line / 8 * 1024 + line % 8 * 128 + element / 64 * half + element % 64 * 2;
   return Operand::Read(emulator::Load<uint16_t>(at ^ (at >> 7 & 7) << 4));
 }
 // d[16 rows of this warp, N] (+)= a[16, 16] b[N, 16]^T; `a` reads an element by row and k.
@@ -343,9 +344,8 @@ template <int kTrans>
 void Wgmma64x32(float (&d)[4][4], uint64_t a, uint64_t b, int accumulate) {
   const int first = emulator::Tid() / 32 % 4 * 16;
   RowsProduct<Bf16, 32>(
-      &d[0][0],
-      [=](int row, int k) { return ReadMatrix<Bf16>(a, kTrans != 0, first + row, k); }, b, false,
-      accumulate);
+      &d[0][0], [=](int row, int k) { return ReadMatrix<Bf16>(a, kTrans != 0, first + row, k); }, b,
+      false, accumulate);
 }
 template <int kRegisters>
 void SetMaxNRegInc() {}
