@@ -55,18 +55,17 @@ def build(
     for header in HEADERS:
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
         (folder / header).write_text('#include "emulator.h"\n')
-    compiler = os.environ.get("CXX", "g++")
     options = ["-std=c++20", "-O2", "-w", "-fPIC"]
     options += [f"-I{path}" for path in (folder, HERE / "emulator", jax.ffi.include_dir())]
     units = {unit: folder / f"{unit.stem}.o" for unit in cuda.glob(f"chunk_{passes}*.cu")}
     units[HERE / "emulator" / "handlers.cc"] = folder / "handlers.o"
     jobs = [
-        subprocess.Popen([compiler, *options, "-c", "-x", "c++", unit, "-o", to])
+        subprocess.Popen(["c++", *options, "-c", "-x", "c++", unit, "-o", to])
         for unit, to in units.items()
     ]
     assert [job.wait() for job in jobs] == [0] * len(jobs)
     library = folder / "emulated.so"
-    subprocess.run([compiler, "-shared", *units.values(), "-o", library], check=True)
+    subprocess.run(["c++", "-shared", *units.values(), "-o", library], check=True)
     return library
 
 
