@@ -1,8 +1,10 @@
 """What users call: `validate` checks it, `primitive` runs it, `reference` defines it."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from . import primitive, validate
@@ -75,6 +77,7 @@ def fwd(
       ValueError: for shapes and values; TypeError: for dtypes and for a traced `scale` or
         `lower_bound`. Malformed values in `cu_seqlens` are an error on the CPU and NaN results on
         the GPU.
+      NotImplementedError: where it is differentiated, in either mode: `chunk_kda` has gradients.
     """
     state_name = "initial_state"
     pooled = state_indices is not None or output_state_indices is not None
@@ -109,8 +112,10 @@ def fwd(
     out_buffer, state_buffer = validate.buffers(
         operands, _read(out), None if in_place else _read(final_state)
     )
+    buffers = {"out": out_buffer, "final_state": state_buffer}
+    arrays = _refuse_derivatives(operands._asdict() | buffers)
     config = primitive.Config("chunk", state_name, **options, implementation=None)
-    o, S = primitive.fwd(config, *operands, out=out_buffer, final_state=state_buffer)
+    o, S = primitive.fwd(config, **arrays)
     o = _write(out, o)
     return o if final_state is None else (o, _write(final_state, S))
 
@@ -147,8 +152,10 @@ def chunk_kda(
     for each sequence and value head, with S of shape [V, K] (Kimi Linear, arXiv:2510.26692,
     equation 1). The state is float32 throughout; g and beta are used as given, never rounded.
 
-    The kernels have a rule for reverse mode: `jax.grad`, `jax.vjp` and `jax.jacrev`. Forward mode
-    (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) needs implementation="reference".
+    The kernels have gradients: `jax.grad`, `jax.vjp` and `jax.jacrev`, of any order. Forward mode
+    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`) is a TypeError of JAX but with
+    implementation="reference". For `jax.checkpoint` each argument and result has the name "kda_"
+    and its own: "kda_q", "kda_o", "kda_final_state".
 
     Args:
       q, k: queries and keys [B, T, H, K], bfloat16 or float32; K from 1 to 256.
@@ -317,5 +324,23 @@ def _write(buffer, result):
     """Stores a result in the Ref it is meant for, if any; it is not returned as well."""
     if not isinstance(buffer, jax.Ref):
         return result
-    buffer[...] = jax.lax.stop_gradient(result)
+    buffer[...] = result
     return None
+
+
+@jax.custom_jvp
+def _refuse_derivatives(arrays):
+    """The arrays of a call of `fwd`, by name."""
+    return arrays
+
+
+@functools.partial(_refuse_derivatives.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (tangents,) = tangents
+    names = [name for name, t in tangents.items() if not isinstance(t, SymbolicZero | None)]
+    raise NotImplementedError(
+        "`fwd` must not be differentiated: it writes into buffers. Use `chunk_kda` with "
+        "use_qk_l2norm_in_kernel, use_gate_in_kernel and use_beta_sigmoid_in_kernel, which is the "
+        "same as a function, or jax.lax.stop_gradient on the arguments; got a derivative with "
+        f"respect to `{'`, `'.join(names)}`"
+    )

@@ -5,6 +5,7 @@ under one target name on both platforms; `kda_chunk_bwd` is the gradient of both
 `fwd`, outermost first:
 
     jit                  eager calls are partitioned too; one trace per shape and `Signature`
+    checkpoint_name      of every operand and result, for policies of jax.checkpoint
     auto_axes, pcast     inside, explicit mesh axes are automatic and all operands vary alike
     custom_vjp           keeps the operands; the gradient is a call of its own, in layers like these
                          from here on, and the reference's where it is differentiated again
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -488,11 +490,11 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
 
 
 def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]):
-    """Cotangents of all operands of a forward call, None for offsets, indices and buffers."""
+    """Cotangents of all operands of a forward call, None for offsets and indices."""
     if sig.pooled:
         gradients = _cotangents(functools.partial(_reference, sig), inputs, cotangents)
         return tuple(map(gradients.get, sig.names))
-    operands = {name: inputs[name] for name in sig.names if name in inputs}  # residuals are sorted
+    operands = {name: inputs[name] for name in sig.names}  # residuals are sorted
     operands |= dict(zip(("do", "dfinal_state"), cotangents, strict=False))
     gradient = Signature(sig.config, tuple(operands), sig.offsets_step)
     results = dict(zip(_results(gradient), _op(gradient)(*operands.values()), strict=True))
@@ -562,12 +564,15 @@ def _op(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     differentiable = jax.custom_vjp(batched)
 
     def forward(*operands):  # itself differentiable, for second derivatives
-        inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
-        return differentiable(*operands), inputs
+        return differentiable(*operands), sig.named(operands)
 
     backward = _backward_of_gradient if sig.is_gradient else _backward
     differentiable.defvjp(forward, functools.partial(backward, sig))
     return differentiable
+
+
+def _checkpoint_name(name: str, a: jax.Array) -> jax.Array:
+    return checkpoint_name(a, f"kda_{name}")
 
 
 @functools.cache
@@ -575,7 +580,9 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     def run(*operands):
         plain = sig.config.implementation == "reference"
         op = (lambda *a: _reference(sig, sig.named(a))) if plain else _op(sig)
-        return _in_plain_axes(sig, op, operands)
+        named = tuple(map(_checkpoint_name, sig.names, operands))
+        results: Any = _in_plain_axes(sig, op, named)
+        return tuple(map(_checkpoint_name, _results(sig), results))
 
     run.__name__ = run.__qualname__ = sig.target  # in profiles, logs and XLA's modules
     return jax.jit(run)

@@ -1,6 +1,6 @@
 """Gradients of the op against plain JAX in float64, by whatever the platform runs.
 
-The CPU has a kernel of its own, `kda_chunk_bwd`; tests/test_transforms.py has what JAX makes of it.
+The CPU has a kernel of its own, `kda_chunk_bwd`. What JAX makes of it: tests/test_derivatives.py.
 """
 
 import functools

@@ -26,10 +26,7 @@ from jax_kda.layers import KimiDeltaAttention
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @functools.partial(nnx.jit, static_argnames=("max_segments",))
