@@ -1,10 +1,8 @@
 """What users call: `validate` checks it, `primitive` runs it, `reference` defines it."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from . import primitive, validate
@@ -112,10 +110,10 @@ def fwd(
     out_buffer, state_buffer = validate.buffers(
         operands, _read(out), None if in_place else _read(final_state)
     )
-    buffers = {"out": out_buffer, "final_state": state_buffer}
-    arrays = _refuse_derivatives(operands._asdict() | buffers)
-    config = primitive.Config("chunk", state_name, **options, implementation=None)
-    o, S = primitive.fwd(config, **arrays)
+    config = primitive.Config(
+        "chunk", state_name, **options, implementation=None, differentiable=False
+    )
+    o, S = primitive.fwd(config, *operands, out=out_buffer, final_state=state_buffer)
     o = _write(out, o)
     return o if final_state is None else (o, _write(final_state, S))
 
@@ -326,21 +324,3 @@ def _write(buffer, result):
         return result
     buffer[...] = result
     return None
-
-
-@jax.custom_jvp
-def _refuse_derivatives(arrays):
-    """The arrays of a call of `fwd`, by name."""
-    return arrays
-
-
-@functools.partial(_refuse_derivatives.defjvp, symbolic_zeros=True)
-def _(primals, tangents):
-    (tangents,) = tangents
-    names = [name for name, t in tangents.items() if not isinstance(t, SymbolicZero | None)]
-    raise NotImplementedError(
-        "`fwd` must not be differentiated: it writes into buffers. Use `chunk_kda` with "
-        "use_qk_l2norm_in_kernel, use_gate_in_kernel and use_beta_sigmoid_in_kernel, which is the "
-        "same as a function, or jax.lax.stop_gradient on the arguments; got a derivative with "
-        f"respect to `{'`, `'.join(names)}`"
-    )

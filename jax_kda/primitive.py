@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -182,6 +183,7 @@ class Config(NamedTuple):
     l2norm: bool
     output_final_state: bool
     implementation: str | None  # None, "ffi" or "reference"
+    differentiable: bool = True
 
 
 class Signature(NamedTuple):
@@ -303,7 +305,7 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
 
 def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     options = sig.config._asdict()
-    for name in ("op", "state_name", "implementation"):
+    for name in ("op", "state_name", "implementation", "differentiable"):
         del options[name]
     inputs = {name: value for name, value in x.items() if name not in _BUFFERS}
     o, state = reference.chunk_fwd(**inputs, **options)
@@ -571,6 +573,24 @@ def _op(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     return differentiable
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refuse_derivatives(sig: Signature, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    del sig
+    return operands
+
+
+@functools.partial(_refuse_derivatives.defjvp, symbolic_zeros=True)
+def _(sig, _, tangents):
+    names = {name: name for name in sig.names} | {"initial_state": sig.config.state_name}
+    moving = [n for n, t in sig.named(tangents[0]).items() if not isinstance(t, SymbolicZero)]
+    raise NotImplementedError(
+        "`fwd` must not be differentiated: it writes into buffers. Use `chunk_kda` with "
+        "use_qk_l2norm_in_kernel, use_gate_in_kernel and use_beta_sigmoid_in_kernel, which is the "
+        "same as a function, or jax.lax.stop_gradient on the arguments; got a derivative with "
+        f"respect to {', '.join(f'`{names[n]}`' for n in moving)}"
+    )
+
+
 def _checkpoint_name(name: str, a: jax.Array) -> jax.Array:
     return checkpoint_name(a, f"kda_{name}")
 
@@ -580,8 +600,10 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     def run(*operands):
         plain = sig.config.implementation == "reference"
         op = (lambda *a: _reference(sig, sig.named(a))) if plain else _op(sig)
-        named = tuple(map(_checkpoint_name, sig.names, operands))
-        results: Any = _in_plain_axes(sig, op, named)
+        operands = tuple(map(_checkpoint_name, sig.names, operands))
+        if not sig.config.differentiable:
+            operands = _refuse_derivatives(sig, operands)
+        results: Any = _in_plain_axes(sig, op, operands)
         return tuple(map(_checkpoint_name, _results(sig), results))
 
     run.__name__ = run.__qualname__ = sig.target  # in profiles, logs and XLA's modules
