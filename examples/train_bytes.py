@@ -3,6 +3,7 @@
     pip install -e ".[examples]"
     python examples/train_bytes.py                   # minutes on a CPU; resumes where it stopped
     python examples/train_bytes.py --without-kda     # and the same model with KDA's output zeroed
+    python examples/train_bytes.py --reference       # and with plain JAX in place of the kernels
     python examples/train_bytes.py --size large      # for a GPU
     python examples/train_bytes.py --prompt 'class'  # once trained, goes straight to writing
 
@@ -107,14 +108,20 @@ def read_corpus(length: int) -> tuple[Corpus, Corpus]:
 
 
 class Block(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
+    def __init__(self, size: Size, rngs: nnx.Rngs, implementation: str | None):
         dtype, init = jnp.dtype(size.dtype), nnx.initializers.lecun_normal()
         linear = functools.partial(
             nnx.Linear, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs
         )
         self.kda_norm = nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs)
         self.kda = KimiDeltaAttention(
-            size.width, size.heads, size.head_dim, kernel_init=init, dtype=dtype, rngs=rngs
+            size.width,
+            size.heads,
+            size.head_dim,
+            kernel_init=init,
+            dtype=dtype,
+            implementation=implementation,
+            rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs)
         self.up = linear(size.width, 3 * size.width)
@@ -127,9 +134,11 @@ class Block(nnx.Module):
 
 
 class ByteModel(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
+    """Parameters are float32; activations, and with them the kernels' operands, of size.dtype."""
+
+    def __init__(self, size: Size, rngs: nnx.Rngs, implementation: str | None = None):
         self.embed = nnx.Embed(256, size.width, dtype=jnp.dtype(size.dtype), rngs=rngs)
-        self.blocks = nnx.List([Block(size, rngs) for _ in range(size.layers)])
+        self.blocks = nnx.List([Block(size, rngs, implementation) for _ in range(size.layers)])
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, 256, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
@@ -183,12 +192,21 @@ def transformation(size: Size) -> optax.GradientTransformation:
 class Run:
     """A model in training, and its file."""
 
-    def __init__(self, size: Size, with_kda: bool, file: Path, seed: int):
-        self.size, self.with_kda, self.file = size, with_kda, file
+    def __init__(
+        self,
+        name: str,
+        size: Size,
+        file: Path,
+        seed: int,
+        with_kda: bool = True,
+        implementation: str | None = None,
+    ):
+        self.name, self.size, self.file, self.with_kda = name, size, file, with_kda
         self.settings = json.dumps(dataclasses.asdict(size) | {"seed": seed}, sort_keys=True)
-        self.model = ByteModel(size, nnx.Rngs(seed))
+        self.model = ByteModel(size, nnx.Rngs(seed), implementation)
         self.optimizer = nnx.Optimizer(self.model, transformation(size), wrt=nnx.Param)
         self.losses: list[float] = []
+        self.rates: list[float] = []  # bytes a second of steps that this process has run
         if file.exists():
             self.restore()
 
@@ -217,20 +235,28 @@ class Run:
 
     def train(self, corpus: Corpus, stop: int) -> None:
         """Up to step `stop`. What a step sees depends on its number alone."""
-        name = "training" if self.with_kda else "without KDA"
+        total, done = self.size.steps, len(self.losses)
         pending: list[jax.Array] = []
-        with tqdm(total=self.size.steps, initial=len(self.losses), desc=name, unit="step") as bar:
-            for step in range(len(self.losses), stop):
+        begin = time.perf_counter()
+        with tqdm(total=total, initial=done, desc=self.name, unit="step") as bar:
+            for step in range(done, stop):
                 rows = corpus.rows(self.size, seed=1000 + step)
                 pending.append(train_step(self.model, self.optimizer, rows, self.with_kda))
                 save = (step + 1) % SAVE_EVERY == 0 or step + 1 == stop
                 if save or len(pending) == 10:  # to wait for every loss would be slow
                     self.losses += np.array(pending).tolist()
+                    count = len(pending) * self.size.batch * self.size.length
+                    self.rates.append(count / (time.perf_counter() - begin))
                     bar.update(len(pending))
                     bar.set_postfix(loss=f"{np.mean(self.losses[-50:]):.3f}")
                     pending.clear()
-                if save:
-                    self.save()
+                    if save:
+                        self.save()
+                    begin = time.perf_counter()
+
+    def speed(self) -> str:
+        """The median, without the steps that waited for compilation."""
+        return f", {np.median(self.rates[1:]):,.0f} bytes/s" if len(self.rates) > 1 else ""
 
 
 def plot(runs: list[Run], entropy: float, file: Path) -> None:
@@ -240,12 +266,12 @@ def plot(runs: list[Run], entropy: float, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for run, color in zip(runs, ("tab:blue", "tab:orange"), strict=False):
+    for run, style in zip(runs, ("C0-", "k:", "C1-"), strict=False):
         window = max(len(run.losses) // 50, 1)
         means = np.convolve(run.losses, np.ones(window) / window, mode="valid")
-        label = "with KDA" if run.with_kda else "KDA's output zeroed"
-        axes.plot(run.losses, color=color, alpha=0.2)
-        axes.plot(np.arange(window - 1, len(run.losses)), means, color=color, label=label)
+        axes.plot(run.losses, style[:-1], alpha=0.2)
+        label = run.name + run.speed()
+        axes.plot(np.arange(window - 1, len(run.losses)), means, style, label=label)
     axes.axhline(entropy, color="gray", ls="--", label="entropy of a byte")
     axes.axhline(0.75 * entropy, color="gray", ls=":", label="three quarters of it")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, 1.2 * entropy))
@@ -305,6 +331,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="instead of the size's own")
     parser.add_argument("--stop", type=int, help="stop after this step; a later call goes on")
     parser.add_argument("--without-kda", action="store_true", help="train also without KDA")
+    parser.add_argument(
+        "--reference", action="store_true", help="train also with plain JAX: the same, but slower"
+    )
     parser.add_argument("--out", type=Path, help="folder; default: train_bytes-SIZE")
     parser.add_argument("--prompt", default="def __init__(self, ")
     parser.add_argument("--count", type=int, default=600, help="bytes to write at most")
@@ -331,9 +360,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         f"{len(held_out.bytes) / 1e6:.1f} MB held out"
     )
     report = {"entropy": entropy}
-    runs = [Run(size, True, folder / "model.safetensors", options.seed)]
+    new_run = functools.partial(Run, size=size, seed=options.seed)
+    runs = [new_run("kernels", file=folder / "model.safetensors")]
+    if options.reference:
+        file = folder / "reference.safetensors"
+        runs.append(new_run("plain JAX", file=file, implementation="reference"))
     if options.without_kda:
-        runs.append(Run(size, False, folder / "without_kda.safetensors", options.seed))
+        file = folder / "without_kda.safetensors"
+        runs.append(new_run("without KDA", file=file, with_kda=False))
     for run in runs:
         run.train(corpus, stop)
     model = runs[0].model
@@ -341,10 +375,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     report["held-out loss"] = evaluate(model, held_out, size, with_kda=True)
     report["the same with KDA's output zeroed"] = evaluate(model, held_out, size, with_kda=False)
     for run in runs[1:]:
-        report["trained with it zeroed"] = evaluate(run.model, held_out, size, with_kda=False)
+        report[f"held-out loss, {run.name}"] = evaluate(run.model, held_out, size, run.with_kda)
     plot(runs, entropy, folder / "loss.png")
     for name, value in report.items():
         print(f"{name:34} {value:.3f} nats per byte, {value / entropy:.2f} of the entropy")
+    for run in runs:
+        print(f"{run.name}: {len(run.losses)} steps{run.speed()}")
     print(f"{folder / 'loss.png'}, {runs[0].file}")
     write(model, options.prompt, options.count, options.temperature, options.seed)
     return report
