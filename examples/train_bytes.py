@@ -55,7 +55,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=32, heads=2, head_dim=16, length=64, batch=4, steps=20),
-    "small": Size(layers=3, width=128, heads=4, head_dim=32, length=256, batch=8, steps=1000),
+    "small": Size(layers=3, width=128, heads=2, head_dim=128, length=256, batch=8, steps=1000),
     "large": Size(
         layers=4, width=1024, heads=8, head_dim=128, length=2048, batch=16, steps=2000,
         learning_rate=1e-3, dtype="bfloat16",
