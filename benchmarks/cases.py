@@ -84,7 +84,8 @@ _CASES = (
     Case("cpu-f32", 1, 2048, 8, dtype="float32", device="cpu"),
     Case("cpu-packed", 1, 2048, 8, (1300, 548, 200), device="cpu"),
     Case("cpu-tiny", 2, 100, 2, device="cpu"),
-    Case("cpu-train", 1, 2048, 8, device="cpu", training=True),
+    Case("cpu-train-bf16", 1, 2048, 8, device="cpu", training=True),
+    Case("cpu-train-f32", 1, 2048, 8, dtype="float32", device="cpu", training=True),
     Case("cpu-train-tiny", 2, 100, 2, device="cpu", training=True),
 )
 CASES = {case.name: case for case in _CASES}

@@ -42,13 +42,13 @@ def measure(impl: Implementation, case: Case, device: Jax | Torch, args) -> dict
     heads = truth.judged_heads(case)
 
     def judged(o, state, gradients=()) -> dict[str, np.ndarray]:
-        cut = lambda name, a: device.numpy(a)[(slice(None),) * HEAD_AXIS[name] + (heads,)]
-        results = {"o": cut("v", o.reshape(arrays["v"].shape)), "state": cut("h0", state)}
+        def heads_of(a, like: str) -> np.ndarray:
+            a = a.reshape(arrays[like].shape)[(slice(None),) * HEAD_AXIS[like] + (heads,)]
+            return device.numpy(a.swapaxes(-1, -2) if like in states else a)
+
+        results = {"o": heads_of(o, like="v"), "state": heads_of(state, like="h0")}
         gradients = zip(DIFFERENTIABLE, gradients, strict=True) if case.training else ()
-        results |= {name: cut(name, a.reshape(arrays[name].shape)) for name, a in gradients}
-        for name in results.keys() & {"state", "h0"} if impl.state_k_first else ():
-            results[name] = results[name].swapaxes(-1, -2)
-        return results
+        return results | {name: heads_of(a, like=name) for name, a in gradients}
 
     count = max(1, math.ceil(ROTATED_BYTES[args.platform] / case.bytes()))
     if case.training:

@@ -46,7 +46,9 @@ def script() -> Any:
 def test_trains_stops_resumes_and_writes(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    whole = script.main([*TINY, "--out", str(tmp_path / "whole"), "--without-kda", "--reference"])
+    whole = script.main(
+        [*TINY, "--out", str(tmp_path / "whole"), "--without-kda", "--reference", "15"]
+    )
     output = capsys.readouterr().out
     assert whole["training loss"] < np.log(256) < whole["entropy"] * 2
     assert set(whole) == {
@@ -54,20 +56,19 @@ def test_trains_stops_resumes_and_writes(
         "training loss",
         "held-out loss",
         "the same with KDA's output zeroed",
-        "held-out loss, plain JAX",
-        "held-out loss, without KDA",
+        "trained with it zeroed",
     }
     assert re.search(
         r"\n----\ndef __init__\(self, .*\n----\n\d+ bytes, \d+ bytes/s\n$", output, re.DOTALL
     )
     assert (tmp_path / "whole/loss.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("kernels", "plain JAX", "without KDA"):
-        assert re.search(rf"^{name}: 20 steps, [\d,]+ bytes/s$", output, re.MULTILINE)
+    for name, steps in {"kernels": 20, "plain JAX": 15, "without KDA": 20}.items():
+        assert re.search(rf"^{name}: {steps} steps, [\d,]+ bytes/s$", output, re.MULTILINE)
     curves = [
         load_file(tmp_path / f"whole/{name}.safetensors")["losses"]
         for name in ("model", "reference", "without_kda")
     ]
-    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-4)
+    np.testing.assert_allclose(curves[0][:15], curves[1], rtol=1e-4)
     assert np.max(np.abs(curves[0] - curves[2])) > 0.01
 
     parts = [*TINY, "--out", str(tmp_path / "parts")]
