@@ -266,8 +266,8 @@ def plot(runs: list[Run], entropy: float, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    window = max(len(runs[0].losses) // 50, 1)
     for run, style in zip(runs, ("C0-", "k:", "C1-"), strict=False):
+        window = min(len(runs[0].losses) // 50 + 1, len(run.losses))
         means = np.convolve(run.losses, np.ones(window) / window, mode="valid")
         axes.plot(run.losses, style[:-1], alpha=0.2)
         label = run.name + run.speed()
