@@ -275,7 +275,7 @@ def plot(runs: list[Run], entropy: float, file: Path) -> None:
     axes.axhline(entropy, color="gray", ls="--", label="entropy of a byte")
     axes.axhline(0.75 * entropy, color="gray", ls=":", label="three quarters of it")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, 1.2 * entropy))
-    axes.legend()
+    axes.legend(loc="lower left", ncols=2, fontsize="small")
     figure.savefig(file, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
