@@ -145,6 +145,34 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     return best
 
 
+def gradient_segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
+    """The same for kda_chunk_bwd, whose two scans run side by side and share the transitions."""
+    if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
+        return 0
+    N, chains = B * M, B * M * HV
+    chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
+
+    def scans(chains: int, length: int) -> int:
+        latency = 1850 if 4 * chains <= _SMS else 2700
+        return length * max(latency, 72 * chains)
+
+    best, time = 0, scans(chains, chunks)
+    for segments in range(2, _SMS // chains + 1):
+        length = -(-chunks // segments)
+        summaries = 3 * segments - 4  # of S, of dS and transitions, but of the ends
+        if summaries * chains > _SMS:
+            break
+        between = 22_000 + 2100 * length + 1000 * (segments - 2)
+        if (cut := between + scans(segments * chains, length)) < time:
+            best, time = length, cut
+    return best
+
+
+def _segments(B: Any, NT: Any, M: Any, packed: bool, cut: int) -> Any:
+    """Numbers of segments of `cut` chunks."""
+    return 0 if not cut else NT // cut + B * M if packed else B * -(-NT // B // cut)
+
+
 def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> Any:
     """ChunkFwdWorkspaceBytes of kda_chunk_fwd on CUDA, on symbolic dimensions too."""
     C, K = 64, 128
@@ -152,20 +180,22 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
     plan = 16 * NT + 32 * B * M if packed else 0
-    segments = 0 if not cut else NT // cut + B * M if packed else B * -(-NT // B // cut)
+    segments = _segments(B, NT, M, packed, cut)
     return NT * HV * image + segments * HV * 2 * K * K * 4 + plan + 256
 
 
 def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: bool) -> Any:
     """ChunkBwdWorkspaceBytes of kda_chunk_bwd on CUDA, on symbolic dimensions too."""
     C, K, V = 64, 128, 128
+    cut = gradient_segment_chunks(B, T, HV, M, packed)
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
     record = 2 * V * K * 2 + 2 * C * V * 2
     group = _SMS * 32 * 512 * 4 if HV > H else 0
     sums = (2 * K + 16) * 4
     plan = 16 * NT + 32 * B * M if packed else 0
-    return NT * HV * (image + record + sums) + plan + group + 256
+    segments = _segments(B, NT, M, packed, cut)
+    return NT * HV * (image + record + sums) + segments * HV * 4 * K * K * 4 + plan + group + 256
 
 
 # ---- One call -----------------------------------------------------------------------------------
@@ -293,6 +323,7 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         B, HV, M = math.prod(rows), x["v"].shape[-2], _sequences(sig, x)
         packed = sig.offsets_step != 0
         if sig.is_gradient:
+            attributes = _attributes(sig, gradient_segment_chunks(B, T, HV, M, packed))
             nbytes = chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
         else:
             attributes = _attributes(sig, segment_chunks(B, T, HV, M, packed))

@@ -189,6 +189,26 @@ def test_strong_and_weak_channels_in_one_token():
     expect(x, **NORMED)
 
 
+@pytest.mark.parametrize("l2norm", [True, False], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("g_dtype", DTYPES)
+def test_a_strong_gate_at_every_place_of_eight_tokens(g_dtype, l2norm):
+    """Head r forgets channel 7 r at token r of every eight, more than TF32 has range for."""
+    x = draw(GPU, T=77, H=4, HV=8, state=True)
+    x["g"] = 0.1 * x["g"]
+    for r in range(8):
+        x["g"][:, r::8, r, 7 * r] = -60 - 10 * r
+    x["g"] = x["g"].astype(DTYPES[g_dtype])
+    expect(x, use_qk_l2norm_in_kernel=l2norm)
+
+
+def test_decays_that_add_up_beyond_the_range_of_tf32():
+    """Eight tokens of -5 to -12 each: within its range, at its border and beyond."""
+    x = draw(GPU, T=130, H=2, state=True)
+    rng = np.random.default_rng(5)
+    x["g"] = -rng.uniform(5, 12, x["g"].shape).astype(np.float32)
+    expect(x, **NORMED)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,22 @@ def test_many_chunks():
     check(x, **options)
 
 
+CUTS = {
+    "dense": Case(T=2500, B=2, H=1, HV=2),
+    "weak": Case(T=2500, gate="activated", log_decay=-1e-3),
+    "packed": Case(T=8000, H=1, gate="lower_bound", lower_bound=-5.0, lengths=(0, 100, 6500)),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_scans_in_segments(name: str):
+    case = CUTS[name]
+    M, HV = len(case.lengths) or 1, case.HV or case.H
+    assert primitive.gradient_segment_chunks(case.B, case.T, HV, M, bool(case.lengths)) > 0
+    x, options = make_inputs(wide(case), jnp.bfloat16)
+    check(x, **options)
+
+
 @pytest.mark.parametrize(
     "vector_id", [pytest.param(i, id="-".join(filter(None, i))) for i in vector_ids()]
 )

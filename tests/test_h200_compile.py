@@ -155,8 +155,9 @@ def test_workspace_is_the_size_that_the_handler_wants():
             cut = primitive.segment_chunks(*sizes)
             expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut)
             assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
+            cut = primitive.gradient_segment_chunks(*sizes)
             for H in {1, HV}:
-                expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
+                expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed, cut)
                 assert primitive.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed) == expected
 
 
@@ -176,6 +177,13 @@ def test_workspace_is_the_size_that_the_handler_wants():
 )
 def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
+
+
+@pytest.mark.parametrize(
+    "B, T, HV, chunks", [(1, 8192, 32, 0), (1, 8192, 16, 0), (1, 8192, 8, 22), (8, 2048, 32, 0)]
+)
+def test_few_long_chains_of_the_gradient_are_cut(B, T, HV, chunks):
+    assert primitive.gradient_segment_chunks(B, T, HV, 1, False) == chunks
 
 
 def gradient(f, x, state):

@@ -93,7 +93,7 @@ struct FwdParams {
   const int32_t* checkpoint_indices;    // [N, T / 64]; nullptr: none
 
   // Few and long chains are scanned in segments of this many chunks, whole ones with 0. Only
-  // kda_chunk_fwd on CUDA looks at it.
+  // kda_chunk_fwd and kda_chunk_bwd on CUDA look at it.
   int64_t segment_chunks;
 
   void* o;               // [B, T, HV, V]

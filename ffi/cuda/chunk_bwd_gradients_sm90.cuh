@@ -4,15 +4,17 @@
 //   dAqk = scale tril(do v_new^T)      dAkk = -tril(dv v_new^T, -1)      dbeta = diagonal(y e^T)
 //   row_q = scale do S                 row_k = -dv S                     col = v_new dS
 //
-// The pairs of tokens, and what a lane holds, are the business of chunk_bwd_levels_sm90.cuh.
+// The pairs of tokens, and what a lane holds, are the business of chunk_bwd_pairs_sm90.cuh.
 //
-// Grid: persistent, one block an SM. Block: 16 warps, 8 of each side.
+// Grid: persistent, one block an SM. Block: 16 warps, 8 of each side. Four barriers a chunk: dAqk,
+// dAkk and norms are there; of a pair of warps, their operands are; pairs are done; dq, dk and dg
+// are there. Of the next chunk, inputs, S and dS are loaded from the first on, the rest of the
+// record from the third.
 #pragma once
 
 #include <type_traits>
 
-#include "chunk_bwd_levels_sm90.cuh"
-#include "chunk_fwd_prepare_sm90.cuh"
+#include "chunk_bwd_pairs_sm90.cuh"
 
 namespace jax_kda::sm90 {
 
@@ -57,51 +59,83 @@ __device__ inline GradientStep NextGradientStep(const FwdParams& p, const Worksp
                    : FindGradientStep(p, ws, s.item, s.r + 1);
 }
 
-// One thread: the records of a step, do, and what else the products take.
-__device__ inline void LoadRecord(uint32_t smem, const GradientMaps& maps, const FwdParams& p,
+// One thread each: what the products of a step take of its record, and beta; S and dS; the inputs.
+__device__ inline void LoadValues(uint32_t smem, const GradientMaps& maps, const FwdParams& p,
                                   const BwdWorkspace& ws, const GradientStep& s) {
   using C = GradientsConfig;
   const int64_t at = int64_t{s.slot} * p.HV + s.h;
-  const std::byte* record = ws.records + at * record::kBytes;
   const std::byte* image = ws.fwd.images + at * image::kGradientBytes;
-  const uint32_t full = smem + C::kRecordFull;
-  MbarrierExpectTx(full, record::kBytes + kTile + kHead * 4 + kChunk * 4);
-  BulkLoad(smem + C::kE, record + record::kE, 2 * kTile, full);
+  const uint32_t full = smem + C::kValuesFull;
+  MbarrierExpectTx(full, 3 * kTile + kHead * 4 + kChunk * 4);
+  BulkLoad(smem + C::kE, ws.records + at * record::kBytes + record::kE, 2 * kTile, full);
   TmaLoad(smem + C::kDo, &maps.do_, full, s.h, s.chunk.token, 0);
   BulkLoad(smem + C::kBeta, image + image::kBeta, kChunk * 4, full);
   BulkLoad(smem + C::kDecay, image + image::kDecay, kHead * 4, full);
-  BulkLoad(smem + C::kState, record + record::kState, 2 * record::kStateTile, full);
 }
-template <typename G>
-__device__ inline void LoadInputs(uint32_t smem, const GradientMaps& maps, const FwdParams& p,
+__device__ inline void LoadStates(uint32_t smem, const FwdParams& p, const BwdWorkspace& ws,
                                   const GradientStep& s) {
   using C = GradientsConfig;
-  const uint32_t full = smem + C::kInputsFull;
+  const int64_t at = int64_t{s.slot} * p.HV + s.h;
+  MbarrierExpectTx(smem + C::kStatesFull, 2 * record::kStateTile);
+  BulkLoad(smem + C::kState, ws.records + at * record::kBytes + record::kState,
+           2 * record::kStateTile, smem + C::kStatesFull);
+}
+template <typename G>
+__device__ inline void LoadInputs(uint32_t in, uint32_t full, const GradientMaps& maps,
+                                  const FwdParams& p, const GradientStep& s) {
+  using C = GradientsConfig;
   const bool wide = sizeof(G) == 4;
   MbarrierExpectTx(full, 2 * kTile + (wide ? s.chunk.valid * kHead * 4 : kTile));
-  TmaLoad(smem + C::kQ, &maps.q, full, s.hq, s.chunk.token, 0);
-  TmaLoad(smem + C::kK, &maps.k, full, s.hq, s.chunk.token, 0);
+  TmaLoad(in + C::kQ, &maps.q, full, s.hq, s.chunk.token, 0);
+  TmaLoad(in + C::kK, &maps.k, full, s.hq, s.chunk.token, 0);
   if (wide) {
     const float* row =
         static_cast<const float*>(p.g) + (int64_t{s.chunk.token} * p.HV + s.h) * kHead;
 #pragma unroll 1
     for (int t = 0; t < s.chunk.valid; ++t, row += p.HV * kHead) {
-      BulkLoad(smem + C::kG + t * C::kWideRow, row, kHead * 4, full);
+      BulkLoad(in + C::kG + t * C::kWideRow, row, kHead * 4, full);
     }
   } else {
-    TmaLoad(smem + C::kG, &maps.g, full, s.h, s.chunk.token, 0);
+    TmaLoad(in + C::kG, &maps.g, full, s.h, s.chunk.token, 0);
   }
 }
 
-// 1 / norm of 16 rows of q (warps 8-11) or k (warps 12-15), as in prepare but never 0: the gradient
-// of a row of zeros is not 0.
-__device__ __forceinline__ void GradientNorms(uint32_t smem) {
+// A quarter of do e^T (first and third warpgroup) or y e^T: 64 tokens i, 32 tokens j. Issued, not
+// waited for; so are the three products with S and dS, of this warp's channels and tokens.
+__device__ __forceinline__ void IssueProducts(float (&dA)[4][4], float (&dq)[4][4],
+                                              float (&dk)[4][4], float (&dG)[4][4], uint32_t smem) {
   using C = GradientsConfig;
-  const int tid = ThreadIndex();
-  const int warp = (tid >> 5) - 8, lane = tid & 31;
+  const int warpgroup = __shfl_sync(~0u, ThreadIndex() >> 7, 0), odd = warpgroup & 1;
+  const uint32_t tokens = (warpgroup >> 1) * 32 * 128;
+  const uint64_t left = WgmmaDescriptor(smem + (odd ? C::kY : C::kDo), 16),
+                 e = WgmmaDescriptor(smem + C::kE + tokens, 16),
+                 y = WgmmaDescriptor(smem + C::kY + tokens, 16),
+                 do_ = WgmmaDescriptor(smem + C::kDo + tokens, 16),
+                 S = WgmmaDescriptor(smem + C::kState + odd * record::kStateHalf, 16),
+                 dS = WgmmaDescriptor(smem + C::kDState + odd * record::kStateHalf, 16);
+  constexpr uint64_t kRowStep = 16 * 128 >> 4;
+  WgmmaFence();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
+    Wgmma64x32<0>(dA, left + step, e + step, j > 0);
+  }
+  WgmmaCommit();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
+    Wgmma64x32<1>(dq, S + j * kRowStep, do_ + step, j > 0);
+    Wgmma64x32<1>(dk, S + j * kRowStep, y + step, j > 0);
+    Wgmma64x32<1>(dG, dS + j * kRowStep, e + step, j > 0);
+  }
+  WgmmaCommit();
+}
+
+// 1 / norm of 16 rows of q or k, `tile`, from `first` on, to `norms`: as in prepare but 0 for rows
+// of no sequence alone, since the gradient of a row of zeros is not 0.
+__device__ __forceinline__ void GradientNorms(uint32_t tile, uint32_t norms, int first, int valid) {
+  const int lane = ThreadIndex() & 31, g = lane >> 2, t = lane & 3;
   const Corners at(lane);
-  const uint32_t tile = smem + (warp < 4 ? C::kQ : C::kK);
-  const int first = (warp & 3) * 16, g = lane >> 2, t = lane & 3;
   float low[4] = {}, high[4] = {};
 #pragma unroll
   for (int step = 0; step < kHead / 16; ++step) {
@@ -112,235 +146,136 @@ __device__ __forceinline__ void GradientNorms(uint32_t smem) {
     Mma<Bf16>(high, x, x[1], x[3]);
   }
   if (t == g >> 1) {
-    const uint32_t norms = smem + C::kNorms + (warp * 16 + g) * 4;
-    StsF32(norms, Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f));
-    StsF32(norms + 32, Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f));
+    const int row = first + g;
+    const float upper = Rsqrt((g & 1 ? low[1] : low[0]) + 1e-6f),
+                lower = Rsqrt((g & 1 ? high[3] : high[2]) + 1e-6f);
+    StsF32(norms + row * 4, row < valid ? upper : 0.f);
+    StsF32(norms + row * 4 + 32, row + 8 < valid ? lower : 0.f);
   }
 }
 
-// dAqk (warps 0-3) and dAkk (warps 4-7), 16 rows a warp; the diagonals apart: of dAqk, which no
-// decay is between, and of y e^T, which is dbeta.
-__device__ __forceinline__ void PairGradients(uint32_t smem, const BwdParams& b,
-                                              const GradientStep& s) {
+// What S with dS adds to dg of every token, from this side's half of V, to the side's sums: a
+// diagonal of S^T dS, so that one lane has a channel's.
+__device__ __forceinline__ void StateDots(uint32_t smem) {
   using C = GradientsConfig;
-  const int tid = ThreadIndex();
-  const int warp = tid >> 5, lane = tid & 31;
-  const Corners at(lane);
-  const bool of_q = warp < 4;
-  const int I = warp & 3, g = lane >> 2, t = lane & 3;
-  const uint32_t left = smem + (of_q ? C::kDo : C::kY);
-  float d[8][4] = {};
+  const GradientPlace at(smem);
+  const uint32_t own = (at.warp >> 2) * record::kStateHalf + at.Column() + at.side * 64 * 128;
+  float low[4] = {}, high[4] = {};
 #pragma unroll
-  for (int step = 0; step < kHead / 16; ++step) {
-    const uint32_t half = (step >> 2) * kHalfTile;
-    const int piece = (step & 3) * 2;
-    uint32_t a[4];
-    Ldmatrix(a, left + half + Swizzled(I * 16 + at.down_first_row, piece + at.down_first_piece));
-#pragma unroll
-    for (int J = 0; J < 4; ++J) {
-      if (J > I) break;
-      uint32_t e[4];
-      Ldmatrix(e, smem + C::kE + half +
-                      Swizzled(J * 16 + at.right_first_row, piece + at.right_first_piece));
-      Mma<Bf16>(d[2 * J], a, e[0], e[1]);
-      Mma<Bf16>(d[2 * J + 1], a, e[2], e[3]);
-    }
+  for (int step = 0; step < 4; ++step) {
+    uint32_t S[4], dS[4];
+    LdmatrixTrans(S, smem + C::kState + own + step * 16 * 128);
+    LdmatrixTrans(dS, smem + C::kDState + own + step * 16 * 128);
+    Mma<Bf16>(low, S, dS[0], dS[2]);
+    Mma<Bf16>(high, S, dS[1], dS[3]);
   }
-  const FwdParams& p = b.fwd;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n >> 1 > I) break;
-    const int j = n * 8 + 2 * t;
-    const float2 beta_j = LdsF32x2(smem + C::kBeta + j * 4);
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const int i = I * 16 + upper * 8 + g;
-      const bool valid = i < s.chunk.valid;  // past it do may hold NaN
-      const float x = d[n][2 * upper], y = d[n][2 * upper + 1];
-      if (valid && (i == j || i == j + 1)) {
-        const float diagonal = i == j ? x : y;
-        if (of_q) {
-          StsF32(smem + C::kDiagonal + i * 4, p.scale * (i == j ? beta_j.x : beta_j.y) * diagonal);
-        } else {
-          const int64_t token = int64_t{s.chunk.token + i} * p.HV + s.h;
-          float dbeta = diagonal;
-          if (p.beta_mode != BetaMode::kProbability) {
-            const float logit =
-                p.beta_dtype == DType::kF32
-                    ? static_cast<const float*>(p.beta)[token]
-                    : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[token]);
-            dbeta *= (i == j ? beta_j.x : beta_j.y) * Rcp(1.f + Ex2(kLog2E * logit));
-          }
-          if (p.beta_dtype == DType::kF32) {
-            static_cast<float*>(b.dbeta)[token] = dbeta;
-          } else {
-            static_cast<__nv_bfloat16*>(b.dbeta)[token] = __float2bfloat16(dbeta);
-          }
-        }
-      } else if (!valid && of_q && (i == j || i == j + 1)) {
-        StsF32(smem + C::kDiagonal + i * 4, 0.f);
-      }
-      const float factor = of_q ? p.scale : -LdsF32(smem + C::kBeta + i * 4);
-      const float low = valid && i > j ? factor * beta_j.x * x : 0.f;
-      const float high = valid && i > j + 1 ? factor * beta_j.y * y : 0.f;
-      const uint32_t pair = Pack<Bf16>(low, high);
-      const uint32_t matrix = smem + (of_q ? C::kDAqk : C::kDAkk);
-      if (of_q || i > j + 1) {
-        Sts32(matrix + Swizzled(i, n) + t * 4, pair);
-      } else if (i > j) {
-        Sts16(matrix + Swizzled(i, n) + t * 4, pair);
-      }
-      if (!of_q) {  // mirrored
-        const uint32_t mirrored = matrix + (i & 7) * 2;
-        if (i > j) Sts16(mirrored + Swizzled(j, i >> 3), pair);
-        if (i > j + 1) Sts16(mirrored + Swizzled(j + 1, i >> 3), pair >> 16);
-        if (i == j) Sts16(matrix + Swizzled(i, n) + t * 4, 0);
-        if (i == j + 1) Sts16(matrix + Swizzled(i, n) + t * 4 + 2, 0);
-      }
-    }
+  if (at.t == at.g >> 1) {
+    const uint32_t decay = smem + C::kDecay + at.channel * 4, to = at.SideAt(at.side);
+    StsF32(to, (at.g & 1 ? low[1] : low[0]) * LdsF32(decay));
+    StsF32(to + 32, (at.g & 1 ? high[3] : high[2]) * LdsF32(decay + 32));
   }
 }
 
-// g of two tokens as it is given: from a register of LoadGates, or from the wide rows.
-template <typename G>
-__device__ __forceinline__ void LoadGates(uint32_t (&x)[4], uint32_t at) {
-  if (sizeof(G) == 2) {
-    LdmatrixTrans(x, at);
-  } else {
-    x[0] = x[1] = x[2] = x[3] = 0;
-  }
-}
-template <typename G>
-__device__ __forceinline__ float2 GatePairAt(uint32_t pair, uint32_t rows, int token, int channel) {
-  if (sizeof(G) == 2) return {Bf16Lo(pair), Bf16Hi(pair)};
-  const uint32_t at = rows + token * GradientsConfig::kWideRow + channel * 4;
-  return {LdsF32(at), LdsF32(at + GradientsConfig::kWideRow)};
-}
-
-// The gate of a lane's two channels.
-struct ChannelGate {
-  GateParams params;
-  float A;        // exp(A_log)
-  float bias[2];  // dt_bias
-
-  __device__ __forceinline__ ChannelGate(const FwdParams& p, int row, int h, int channel)
-      : A(Ex2(kLog2E * (p.A_log == nullptr ? 0.f : p.A_log[row * p.A_log_stride + h]))),
-        bias{0.f, 0.f} {
-    params = {p.gate, kLog2E, -A};
-    if (p.gate == Gate::kLowerBound) params = {p.gate, -kLog2E * A, p.lower_bound * kLog2E};
-    if (p.dt_bias == nullptr) return;
-    const float* from = p.dt_bias + row * p.dt_bias_stride + h * kHead + channel;
-    bias[0] = from[0];
-    bias[1] = from[8];
+// The tokens of the diagonals of dAqk and dAkk that this lane has: its warp's block is on the
+// diagonal, and of rows g and g + 8 it has columns g and g + 8.
+struct DiagonalPlace {
+  int first;  // or -1
+  __device__ __forceinline__ explicit DiagonalPlace(int tid) {
+    const int I = tid >> 5 & 3, g = tid >> 2 & 7, t = tid & 3;
+    first = I >> 1 == tid >> 8 && t == g >> 1 ? I * 16 + g : -1;
   }
 };
-
-// q and k normalised, in their places, and exp(g): of this warp's channels.
-template <bool kL2Norm, typename G>
-__device__ __forceinline__ void PrepareOperands(uint32_t smem, const FwdParams& p,
-                                                const GradientStep& s) {
-  using C = GradientsConfig;
-  const GradientPlace at(smem);
-  const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
-  const int valid = s.chunk.valid;
+// The logits of beta at both, which come from far away.
+__device__ __forceinline__ void LoadLogits(float (&logits)[2], const FwdParams& p,
+                                           const GradientStep& s) {
+  const int tid = ThreadIndex();
+  logits[0] = logits[1] = 0.f;
+  if ((tid >> 7 & 1) == 0 || p.beta_mode == BetaMode::kProbability) return;
+  const int first = DiagonalPlace(tid).first;
 #pragma unroll
-  for (int I = 0; I < 2; ++I) {
-    uint32_t q[4], k[4], g_raw[4];
-    float alpha[8];
-    LdmatrixTrans(q, smem + C::kQ + at.own + I * 16 * 128);
-    LdmatrixTrans(k, smem + C::kK + at.own + I * 16 * 128);
-    LoadGates<G>(g_raw, smem + C::kG + at.own + I * 16 * 128);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = i & 1, token = at.token + 16 * I + 8 * (i >> 1);
-      if (kL2Norm) {
-        const float2 rq = LdsF32x2(smem + C::kNorms + token * 4),
-                     rk = LdsF32x2(smem + C::kNorms + (kChunk + token) * 4);
-        q[i] = Pack<Fp16>(Bf16Lo(q[i]) * rq.x, Bf16Hi(q[i]) * rq.y);
-        k[i] = Pack<Fp16>(Bf16Lo(k[i]) * rk.x, Bf16Hi(k[i]) * rk.y);
-      }
-      const float2 x = GatePairAt<G>(g_raw[i], smem + C::kG, token, at.channel + 8 * c);
-      float2 y = {(x.x + gate.bias[c]) * gate.params.slope,
-                  (x.y + gate.bias[c]) * gate.params.slope};
-      if (gate.params.gate == Gate::kSoftplus) {
-        y = {gate.params.scale * Softplus2(y.x), gate.params.scale * Softplus2(y.y)};
-      } else if (gate.params.gate == Gate::kLowerBound) {
-        y = {gate.params.scale * Rcp(1.f + Ex2(y.x)), gate.params.scale * Rcp(1.f + Ex2(y.y))};
-      }
-      if (token + 1 >= valid) {  // selected away, since they may hold NaN
-        const uint32_t kept = token < valid ? 0xffffu : 0u;
-        q[i] &= kept;
-        k[i] &= kept;
-        y = {token < valid ? y.x : 0.f, 0.f};
-      }
-      alpha[2 * i] = Ex2(y.x);
-      alpha[2 * i + 1] = Ex2(y.y);
-    }
-    StmatrixTrans(smem + C::kQ + at.own + I * 16 * 128, q[0], q[1], q[2], q[3]);
-    StmatrixTrans(smem + C::kK + at.own + I * 16 * 128, k[0], k[1], k[2], k[3]);
-    StsF32x4(at.Alphas(2 * I), &alpha[0]);
-    StsF32x4(at.Alphas(2 * I + 1), &alpha[4]);
+  for (int x = 0; x < 2; ++x) {
+    if (first < 0 || first + 8 * x >= s.chunk.valid) continue;
+    const int64_t token = int64_t{s.chunk.token + first + 8 * x} * p.HV + s.h;
+    logits[x] = p.beta_dtype == DType::kF32
+                    ? static_cast<const float*>(p.beta)[token]
+                    : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[token]);
   }
-  __syncwarp();
 }
 
-// The products with S and dS: row_q, row_k and col, which dq, dk and dG are made of, and what S
-// with dS adds to dg of every token.
-__device__ __forceinline__ void StateProducts(float (&dq)[4][4], float (&dk)[4][4],
-                                              float (&dG)[4][4], float (&outside)[2], uint32_t smem,
-                                              float scale, int valid) {
+// dAqk or dAkk from their quarters, 16 rows a warp; the diagonals apart: of dAqk, which no decay is
+// between, and of y e^T, which is dbeta.
+__device__ __forceinline__ void StorePairs(const float (&dA)[4][4], const float (&logits)[2],
+                                           uint32_t smem, const BwdParams& b,
+                                           const GradientStep& s) {
   using C = GradientsConfig;
-  const GradientPlace at(smem);
-  const uint32_t own_state = (at.warp >> 2) * record::kStateHalf + at.Column();
-  float S_dS[2] = {0.f, 0.f};
-#pragma unroll 1
-  for (int step = 0; step < kHead / 16; ++step) {
-    uint32_t S[4], dS[4];
-    LdmatrixTrans(S, smem + C::kState + own_state + step * 16 * 128);
-    LdmatrixTrans(dS, smem + C::kDState + own_state + step * 16 * 128);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      S_dS[i & 1] =
-          fmaf(Bf16Lo(S[i]), Bf16Lo(dS[i]), fmaf(Bf16Hi(S[i]), Bf16Hi(dS[i]), S_dS[i & 1]));
-    }
-    const uint32_t from =
-        smem + (step >> 2) * kHalfTile + at.side * 32 * 128 +
-        Swizzled(at.corners.right_first_row, (step & 3) * 2 + at.corners.right_first_piece);
-#pragma unroll
-    for (int I = 0; I < 2; ++I) {
-      uint32_t x[4];
-      Ldmatrix(x, from + C::kDo + I * 16 * 128);
-      Mma<Bf16>(dq[2 * I], S, x[0], x[1]);
-      Mma<Bf16>(dq[2 * I + 1], S, x[2], x[3]);
-      Ldmatrix(x, from + C::kY + I * 16 * 128);
-      Mma<Bf16>(dk[2 * I], S, x[0], x[1]);
-      Mma<Bf16>(dk[2 * I + 1], S, x[2], x[3]);
-      Ldmatrix(x, from + C::kE + I * 16 * 128);
-      Mma<Bf16>(dG[2 * I], dS, x[0], x[1]);
-      Mma<Bf16>(dG[2 * I + 1], dS, x[2], x[3]);
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    // Both sides have the whole sum: one of them tells.
-    outside[c] = at.side ? 0.f : S_dS[c] * LdsF32(smem + C::kDecay + (at.channel + 8 * c) * 4);
-  }
+  const FwdParams& p = b.fwd;
+  const int tid = ThreadIndex(), lane = tid & 31, g = lane >> 2, t = lane & 3;
+  const bool of_q = (tid >> 7 & 1) == 0;
+  const int I = tid >> 5 & 3, first_J = (tid >> 8) * 2, valid = s.chunk.valid;
+  const int i = I * 16 + g;
+  const float scale[2] = {of_q ? p.scale : -LdsF32(smem + C::kBeta + i * 4),
+                          of_q ? p.scale : -LdsF32(smem + C::kBeta + i * 4 + 32)};
+  const uint32_t matrix = smem + (of_q ? C::kDAqk : C::kDAkk);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float2 beta = LdsF32x2(smem + C::kBeta + (at.token + 8 * n) * 4);
+    if (first_J + (n >> 1) > I) break;
+    const int j = (first_J * 2 + n) * 8 + 2 * t;
+    const float2 beta = LdsF32x2(smem + C::kBeta + j * 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float beta_i = i & 1 ? beta.y : beta.x;
-      dq[n][i] = at.token + 8 * n + (i & 1) < valid ? scale * dq[n][i] : 0.f;  // do: NaN, maybe
-      dk[n][i] *= -beta_i;
-      dG[n][i] *= beta_i;
+    for (int x = 0; x < 2; ++x) {
+      const int row = i + 8 * x;  // past `valid` do may hold NaN
+      const bool low = row < valid && row > j, high = row < valid && row > j + 1;
+      Sts32(matrix + Swizzled(row, first_J * 2 + n) + t * 4,
+            Pack<Bf16>(low ? scale[x] * beta.x * dA[n][2 * x] : 0.f,
+                       high ? scale[x] * beta.y * dA[n][2 * x + 1] : 0.f));
     }
+  }
+  if (const int first = DiagonalPlace(tid).first; first >= 0) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int token = first + 8 * x;
+      const float even = I & 1 ? dA[2 + x][2 * x] : dA[x][2 * x],
+                  odd = I & 1 ? dA[2 + x][2 * x + 1] : dA[x][2 * x + 1];
+      float diagonal = g & 1 ? odd : even;
+      const float beta = LdsF32(smem + C::kBeta + token * 4);
+      if (of_q) {
+        StsF32(smem + C::kDiagonal + token * 4, token < valid ? p.scale * beta * diagonal : 0.f);
+      } else if (token < valid) {
+        const int64_t to = int64_t{s.chunk.token + token} * p.HV + s.h;
+        if (p.beta_mode != BetaMode::kProbability) {
+          diagonal *= beta * Rcp(1.f + Ex2(kLog2E * logits[x]));
+        }
+        if (p.beta_dtype == DType::kF32) {
+          static_cast<float*>(b.dbeta)[to] = diagonal;
+        } else {
+          static_cast<__nv_bfloat16*>(b.dbeta)[to] = __float2bfloat16(diagonal);
+        }
+      }
+    }
+  }
+}
+
+// What dg gets from outside this side: what all tokens get, and dG of later ones on the other side.
+// The second tells the first before a barrier, which hears it afterwards.
+__device__ __forceinline__ void TellSide(const float (&dG)[4][4], float (&outside)[2],
+                                         uint32_t smem) {
+  const GradientPlace at(smem);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    outside[c] = LdsF32(at.SideAt(at.side) + 32 * c);
+    if (at.side == 0) continue;
+    float total = (dG[0][2 * c] + dG[0][2 * c + 1] + dG[1][2 * c] + dG[1][2 * c + 1]) +
+                  (dG[2][2 * c] + dG[2][2 * c + 1] + dG[3][2 * c] + dG[3][2 * c + 1]);
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (at.t == 0) StsF32(at.SideAt(1) + 32 * c, total + outside[c]);
   }
 }
 
 // dG -> dg -> the gradient of the gate's input, in g's place, and of its parameters.
-template <typename G>
+template <Gate kGate, typename G>
 __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[2], uint32_t smem,
+                                            uint32_t in, const ChannelGate& gate,
                                             const FwdParams& p, const BwdWorkspace& ws,
                                             const GradientStep& s) {
   using C = GradientsConfig;
@@ -349,32 +284,10 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
   // dG -> dg: the sum over this token and all later ones, and what comes from outside.
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    outside[c] += __shfl_xor_sync(~0u, outside[c], 1);
-    outside[c] += __shfl_xor_sync(~0u, outside[c], 2);
+    outside[c] += LdsF32(at.SideAt(at.side ^ 1) + 32 * c);
   }
-  // What lies on the other side: all of it from outside, and dG of later tokens.
-  {
-    float total[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      total[c] = (dG[0][2 * c] + dG[0][2 * c + 1] + dG[1][2 * c] + dG[1][2 * c + 1]) +
-                 (dG[2][2 * c] + dG[2][2 * c + 1] + dG[3][2 * c] + dG[3][2 * c + 1]);
-      total[c] += __shfl_xor_sync(~0u, total[c], 1);
-      total[c] += __shfl_xor_sync(~0u, total[c], 2);
-    }
-    __syncthreads();  // dAkk has been read by all
-    const uint32_t sides = smem + C::kSides + at.channel * 8;
-    if (at.t == 0) {
-      StsF32x2(sides + at.side * kHead * 8, total[0], outside[0]);
-      StsF32x2(sides + at.side * kHead * 8 + 64, total[1], outside[1]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float2 other = LdsF32x2(sides + (at.side ^ 1) * kHead * 8 + c * 64);
-      outside[c] += (at.side ? 0.f : other.x) + other.y;
-    }
-  }
+  const GateParams params = gate.Params<kGate>(p);
+  const float A = gate.A();
   float dA_log = 0.f, ddt_bias[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 3; n >= 0; --n) {
@@ -390,51 +303,74 @@ __device__ __forceinline__ void FinishGates(float (&dG)[4][4], float (&outside)[
       outside[c] += two + other;
     }
   }
-  const ChannelGate gate(p, s.chunk.row, s.h, at.channel);
   // By the gate's input. g is read again: its tile is this warp's alone, and dg goes there.
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
     uint32_t g_raw[4], packed[4];
-    const float4 alpha[2] = {LdsF32x4(at.Alphas(2 * I)), LdsF32x4(at.Alphas(2 * I + 1))};
-    LoadGates<G>(g_raw, smem + C::kG + at.own + I * 16 * 128);
+    LoadGates<G>(g_raw, in + C::kG + at.own + I * at.kSixteen);
+    float x[4][2], dx[4][2];  // by n-tile and channel, as registers of g_raw; of both tokens
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
-      const uint32_t wide = smem + C::kG + token * C::kWideRow + (at.channel + 8 * c) * 4;
-      const float2 pair = GatePairAt<G>(g_raw[i], smem + C::kG, token, at.channel + 8 * c);
-      const float x[2] = {pair.x, pair.y};
-      const float4 of_n = alpha[i >> 1];
-      const float decay[2] = {c == 0 ? of_n.x : of_n.z, c == 0 ? of_n.y : of_n.w};
-      float dx[2];
+      const float2 pair = GatePairAt<G>(g_raw[i], in + C::kG, token, at.channel + 8 * c);
+      x[i][0] = pair.x;
+      x[i][1] = pair.y;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        // A gate that lets nothing through has a gradient of exactly 0.
-        dx[e] = decay[e] == 0.f || token + e >= valid ? 0.f : dG[n][2 * c + e];
-        if (p.gate == Gate::kActivated) continue;
-        const float z = token + e < valid ? x[e] + gate.bias[c] : 0.f;
-        const float y = z * gate.params.slope;
-        const float falling = Rcp(1.f + Ex2(-y));
-        if (p.gate == Gate::kSoftplus) {
-          dA_log = fmaf(dx[e], gate.params.scale * Softplus2(y) * (1 / kLog2E), dA_log);
-          dx[e] *= -gate.A * falling;
-        } else {
-          dx[e] *= gate.A * p.lower_bound * Rcp(1.f + Ex2(y)) * falling;
-          dA_log = fmaf(dx[e], z, dA_log);
-        }
-        ddt_bias[c] += dx[e];
+        dx[i][e] = dG[n][2 * c + e];
+        if (valid < kChunk && token + e >= valid) x[i][e] = dx[i][e] = 0.f;
       }
+    }
+    // A gate that lets nothing through has a gradient of exactly 0.
+    constexpr float kNothing = -126.f;
+    if (kGate == Gate::kActivated) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (x[i >> 1][i & 1] * kLog2E < kNothing) dx[i >> 1][i & 1] = 0.f;
+      }
+    } else if (kGate == Gate::kSoftplus) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = i >> 1 & 1;
+        float& d = dx[i >> 1][i & 1];
+        const float y = (x[i >> 1][i & 1] + gate.bias[c]) * params.slope;
+        const float log2_a = params.scale * Softplus2(y);
+        d = log2_a < kNothing ? 0.f : d;
+        dA_log = fmaf(d, log2_a * (1 / kLog2E), dA_log);
+        d *= -A * Rcp(1.f + Ex2(-y));
+        ddt_bias[c] += d;
+      }
+    } else {
+      const float slope = A * p.lower_bound;
+      const bool open = params.scale >= kNothing;  // whatever the input
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int c = i >> 1 & 1;
+        float& d = dx[i >> 1][i & 1];
+        const float z = x[i >> 1][i & 1] + gate.bias[c];
+        const float falling = Ex2(fminf(z * params.slope, 100.f)), rising = Rcp(1.f + falling);
+        if (!open && params.scale * rising < kNothing) d = 0.f;
+        d *= slope * (rising * rising) * falling;
+        dA_log = fmaf(d, z, dA_log);
+        ddt_bias[c] += d;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       if (sizeof(G) == 4) {
-        StsF32(wide, dx[0]);
-        StsF32(wide + C::kWideRow, dx[1]);
+        const int c = i & 1, token = at.token + 8 * (2 * I + (i >> 1));
+        const uint32_t wide = in + C::kG + token * C::kWideRow + (at.channel + 8 * c) * 4;
+        StsF32(wide, dx[i][0]);
+        StsF32(wide + C::kWideRow, dx[i][1]);
       }
-      packed[i] = Pack<Bf16>(dx[0], dx[1]);
+      packed[i] = Pack<Bf16>(dx[i][0], dx[i][1]);
     }
     if (sizeof(G) == 2) {
-      StmatrixTrans(smem + C::kG + at.own + I * 16 * 128, packed[0], packed[1], packed[2],
+      StmatrixTrans(in + C::kG + at.own + I * at.kSixteen, packed[0], packed[1], packed[2],
                     packed[3]);
     }
   }
-  if (p.gate != Gate::kActivated) {
+  if (kGate != Gate::kActivated) {
     float* sums = ws.parameter_sums + (int64_t{s.slot} * p.HV + s.h) * kParameterSums;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) dA_log += __shfl_xor_sync(~0u, dA_log, bit);
@@ -481,73 +417,87 @@ __device__ __forceinline__ void FoldSums(float (&x)[16], int lane) {
   }
 }
 
-// dq and dk of the normalised rows -> of the rows as they are given, in the places of q and k.
-template <bool kL2Norm, typename Type>
-__device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem) {
+// q . dq and k . dk of every token, over this warp's channels; heard after a barrier.
+template <typename Type>
+__device__ __forceinline__ void TellDots(const float (&dq)[4][4], const float (&dk)[4][4],
+                                         uint32_t smem, uint32_t in) {
   using C = GradientsConfig;
   const GradientPlace at(smem);
-  if (kL2Norm) {
-    // q . dq and k . dk of every token: over a lane's channels, its warp's, all warps'.
-    float dots[16];
+  float dots[16];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      uint32_t q[4], k[4];
-      LdmatrixTrans(q, smem + C::kQ + at.own + (n >> 1) * 16 * 128);
-      LdmatrixTrans(k, smem + C::kK + at.own + (n >> 1) * 16 * 128);
-      const int half = (n & 1) * 2;
-      const float2 q0 = Unpack<Type>(q[half]), q1 = Unpack<Type>(q[half + 1]);
-      const float2 k0 = Unpack<Type>(k[half]), k1 = Unpack<Type>(k[half + 1]);
+  for (int I = 0; I < 2; ++I) {
+    uint32_t q[4], k[4];
+    LdmatrixTrans(q, in + C::kQ + at.own + I * at.kSixteen);
+    LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int n = 2 * I + half;
+      const float2 q0 = Unpack<Type>(q[2 * half]), q1 = Unpack<Type>(q[2 * half + 1]);
+      const float2 k0 = Unpack<Type>(k[2 * half]), k1 = Unpack<Type>(k[2 * half + 1]);
       dots[2 * n] = fmaf(q0.x, dq[n][0], q1.x * dq[n][2]);
       dots[2 * n + 1] = fmaf(q0.y, dq[n][1], q1.y * dq[n][3]);
       dots[8 + 2 * n] = fmaf(k0.x, dk[n][0], k1.x * dk[n][2]);
       dots[8 + 2 * n + 1] = fmaf(k0.y, dk[n][1], k1.y * dk[n][3]);
     }
-    __syncthreads();  // dAqk has been read by all
-    FoldSums<8>(dots, at.lane);
-    FoldSums<4>(dots, at.lane);
-    FoldSums<2>(dots, at.lane);
-    // What is left is of q or k by lane bit 16, of n by the next two.
-    const int first = (at.lane >> 4) * kChunk + (at.lane >> 2 & 3) * 8 + at.token;
-    StsF32x2(smem + C::kDots + (at.warp * 2 * kChunk + first) * 4, dots[0], dots[1]);
-    __syncthreads();
-    if (const int tid = ThreadIndex(); tid < 2 * kChunk) {
-      float sum = 0.f;
+  }
+  FoldSums<8>(dots, at.lane);
+  FoldSums<4>(dots, at.lane);
+  FoldSums<2>(dots, at.lane);
+  // What is left is of q or k by lane bit 16, of n by the next two, of t by the last.
+  StsF32x2(at.DotsAt(at.warp), dots[0], dots[1]);
+}
+
+// dq and dk of the normalised rows -> of the rows as they are given, in the places of q and k.
+template <bool kL2Norm, typename Type>
+__device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem,
+                                           uint32_t in) {
+  using C = GradientsConfig;
+  const GradientPlace at(smem);
+  float2 sum = {0.f, 0.f};  // of the token and of q or k that this lane told
+  if (kL2Norm) {
 #pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        sum += LdsF32(smem + C::kDots + (w * 2 * kChunk + tid) * 4);
-      }
-      StsF32(smem + C::kDots + tid * 4, sum);
+    for (int w = 0; w < 8; ++w) {
+      const float2 dots = LdsF32x2(at.DotsAt(w));
+      sum.x += dots.x;
+      sum.y += dots.y;
     }
-    __syncthreads();
   }
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     float (&d)[4][4] = which == 0 ? dq : dk;
-    const uint32_t tile = which == 0 ? smem + C::kQ + at.own : smem + C::kK + at.own;
+    const uint32_t tile = in + (which == 0 ? C::kQ : C::kK) + at.own;
 #pragma unroll
     for (int I = 0; I < 2; ++I) {
       uint32_t x[4], o[4];
-      LdmatrixTrans(x, tile + I * 16 * 128);
+      if (kL2Norm) LdmatrixTrans(x, tile + I * at.kSixteen);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = 2 * I + (i >> 1), c = i & 1;
-        float2 dx = {d[n][2 * c], d[n][2 * c + 1]};
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * I + half;
+        float2 dot, r;
         if (kL2Norm) {
-          const uint32_t of_token = smem + (which * kChunk + at.token + 8 * n) * 4;
-          const float2 dot = LdsF32x2(of_token + C::kDots), r = LdsF32x2(of_token + C::kNorms);
-          const float2 pair = Unpack<Type>(x[i]);
-          dx = {r.x * fmaf(-pair.x, dot.x, dx.x), r.y * fmaf(-pair.y, dot.y, dx.y)};
+          dot = {__shfl_sync(~0u, sum.x, which * 16 + n * 4 + at.t),
+                 __shfl_sync(~0u, sum.y, which * 16 + n * 4 + at.t)};
+          r = LdsF32x2(smem + C::kNorms + (which * kChunk + at.token + 8 * n) * 4);
         }
-        o[i] = Pack<Bf16>(dx.x, dx.y);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int i = 2 * half + c;
+          float2 dx = {d[n][2 * c], d[n][2 * c + 1]};
+          if (kL2Norm) {
+            const float2 pair = Unpack<Type>(x[i]);
+            dx = {r.x * fmaf(-pair.x, dot.x, dx.x), r.y * fmaf(-pair.y, dot.y, dx.y)};
+          }
+          o[i] = Pack<Bf16>(dx.x, dx.y);
+        }
       }
-      StmatrixTrans(tile + I * 16 * 128, o[0], o[1], o[2], o[3]);
+      StmatrixTrans(tile + I * at.kSixteen, o[0], o[1], o[2], o[3]);
     }
   }
 }
 
 // Whole chunks leave by the copy engine; of a partial one the rows after `valid` are not ours.
 template <typename G>
-__device__ __forceinline__ void StoreGradients(uint32_t smem, const GradientMaps& maps,
+__device__ __forceinline__ void StoreGradients(uint32_t in, const GradientMaps& maps,
                                                const BwdParams& b, const GradientStep& s) {
   using C = GradientsConfig;
   const FwdParams& p = b.fwd;
@@ -555,22 +505,22 @@ __device__ __forceinline__ void StoreGradients(uint32_t smem, const GradientMaps
   const int tid = ThreadIndex(), valid = s.chunk.valid;
   if (valid >= kChunk && tid == 0) {
     if (last) {
-      TmaStore(&maps.dq, smem + C::kQ, s.hq, s.chunk.token, 0);
-      TmaStore(&maps.dk, smem + C::kK, s.hq, s.chunk.token, 0);
+      TmaStore(&maps.dq, in + C::kQ, s.hq, s.chunk.token, 0);
+      TmaStore(&maps.dk, in + C::kK, s.hq, s.chunk.token, 0);
     }
-    if (sizeof(G) == 2) TmaStore(&maps.dg, smem + C::kG, s.h, s.chunk.token, 0);
+    if (sizeof(G) == 2) TmaStore(&maps.dg, in + C::kG, s.h, s.chunk.token, 0);
   }
   if (sizeof(G) == 4 && tid == 0) {
     float* row = static_cast<float*>(b.dg) + (int64_t{s.chunk.token} * p.HV + s.h) * kHead;
 #pragma unroll 1
     for (int i = 0; i < valid; ++i, row += p.HV * kHead) {
-      BulkStore(row, smem + C::kG + i * C::kWideRow, kHead * 4);
+      BulkStore(row, in + C::kG + i * C::kWideRow, kHead * 4);
     }
   }
   if (valid < kChunk) {
     for (int row = tid >> 4; row < valid; row += kGradientThreads / 16) {
       const int piece = tid & 15;
-      const uint32_t from = smem + (piece >> 3) * kHalfTile + Swizzled(row, piece & 7);
+      const uint32_t from = in + (piece >> 3) * kHalfTile + Swizzled(row, piece & 7);
       const int64_t token = s.chunk.token + row;
       if (last) {
         const int64_t to = (token * p.H + s.hq) * 16 + piece;
@@ -581,16 +531,17 @@ __device__ __forceinline__ void StoreGradients(uint32_t smem, const GradientMaps
         static_cast<uint4*>(b.dg)[(token * p.HV + s.h) * 16 + piece] = Lds128(from + C::kG);
       }
     }
-    __syncthreads();
+    if (C::kStages<G> == 1) __syncthreads();
   }
 }
 
-template <bool kL2Norm, typename G>
+template <bool kL2Norm, Gate kGate, typename G>
 __global__ void __launch_bounds__(kGradientThreads, 1)
     ChunkBwdGradientsKernel(const __grid_constant__ GradientMaps maps,
                             const __grid_constant__ BwdParams b,
                             const __grid_constant__ BwdWorkspace ws) {
   using C = GradientsConfig;
+  constexpr int kStages = C::kStages<G>;
   using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
@@ -598,60 +549,100 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   // Steps are in shared memory: registers are short.
   static_assert(sizeof(GradientStep) <= 64 && C::kSteps % 8 == 0);
   auto step = [&](uint32_t which) {
-    return reinterpret_cast<GradientStep*>(shared + C::kSteps + which * 64);
+    return reinterpret_cast<GradientStep*>(shared + C::kSteps + (which & 1) * 64);
+  };
+  auto stage_of = [&](uint32_t i) { return kStages == 1 ? 0 : i & 1; };
+  auto load_inputs = [&](uint32_t i, const GradientStep& s) {
+    LoadInputs<G>(smem + C::kInputs + stage_of(i) * C::kStageBytes,
+                  smem + C::kInputsFull + 8 * stage_of(i), maps, p, s);
   };
   if (ThreadIndex() == 0) {
     const GradientStep s = FindGradientStep(p, ws.fwd, blockIdx.x, 0);
     *step(0) = s;
-    MbarrierInit(smem + C::kRecordFull, 1);
-    MbarrierInit(smem + C::kInputsFull, 1);
+    Sts32(smem + C::kZero, 0);
+    MbarrierInit(smem + C::kValuesFull, 1);
+    MbarrierInit(smem + C::kStatesFull, 1);
+    for (int i = 0; i < kStages; ++i) MbarrierInit(smem + C::kInputsFull + 8 * i, 1);
     FenceMbarrierInit();
+    if (s.item != kNoItem) load_inputs(0, s);
+    GriddepcontrolWait();  // for the scans' records, which all but the inputs comes after
     if (s.item != kNoItem) {
-      LoadInputs<G>(smem, maps, p, s);
-      LoadRecord(smem, maps, p, ws, s);
+      LoadValues(smem, maps, p, ws, s);
+      LoadStates(smem, p, ws, s);
     }
   }
   __syncthreads();
-  for (uint32_t parity = 0; step(parity)->item != kNoItem; parity ^= 1) {
-    const GradientStep& s = *step(parity);
-    MbarrierWait(smem + C::kInputsFull, parity);
-    MbarrierWait(smem + C::kRecordFull, parity);
-    if (ThreadIndex() < kGradientThreads / 2) {
-      PairGradients(smem, b, s);
-    } else if (kL2Norm) {
-      GradientNorms(smem);
+  for (uint32_t i = 0; step(i)->item != kNoItem; ++i) {
+    const GradientStep& s = *step(i);
+    const int valid = s.chunk.valid;
+    const uint32_t in = smem + C::kInputs + stage_of(i) * C::kStageBytes;
+    float dq[4][4], dk[4][4], dG[4][4], exponents[4][4];
+    MbarrierWait(smem + C::kValuesFull, i & 1);
+    MbarrierWait(smem + C::kStatesFull, i & 1);
+    {
+      const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);
+      float dA[4][4], logits[2];
+      LoadLogits(logits, p, s);
+      IssueProducts(dA, dq, dk, dG, smem);
+      MbarrierWait(smem + C::kInputsFull + 8 * stage_of(i), kStages == 1 ? i & 1 : i >> 1 & 1);
+      MiddleExponents<kGate, G>(exponents, smem, in, p, gate, valid);
+      StateDots(smem);
+      // A warp whose quarter of dAqk or dAkk is above the diagonal: norms of 32 rows.
+      if (const int tid = ThreadIndex(); kL2Norm && tid >= 256 && (tid & 64) == 0) {
+        const bool of_q = (tid & 128) == 0;
+        const uint32_t tile = in + (of_q ? C::kQ : C::kK),
+                       norms = smem + C::kNorms + (of_q ? 0 : kChunk * 4);
+        GradientNorms(tile, norms, tid & 32, valid);
+        GradientNorms(tile, norms, (tid & 32) + 16, valid);
+      }
+      WgmmaWait<1>();
+      StorePairs(dA, logits, smem, b, s);
+      WgmmaWait<0>();
     }
     __syncthreads();
-    PrepareOperands<kL2Norm, G>(smem, p, s);
-    float dq[4][4] = {}, dk[4][4] = {}, dG[4][4] = {}, outside[2];
-    StateProducts(dq, dk, dG, outside, smem, p.scale, s.chunk.valid);
-    __syncthreads();  // the record has been read
-    ExchangeOperands<Type>(smem);
-    __syncthreads();
-    AddStateParts<Type>(dq, dk, dG, outside, smem);
-    __syncwarp();  // ends what ptxas keeps of shared memory in registers, where they are short
-    AddPairsOfSides(dq, dk, dG, smem);
-    FenceProxyAsync();
-    __syncthreads();  // what was exchanged has been read
     if (ThreadIndex() == 0) {
       const GradientStep next = NextGradientStep(p, ws.fwd, s);
-      *step(parity ^ 1) = next;
-      if (next.item != kNoItem) LoadRecord(smem, maps, p, ws, next);
+      *step(i + 1) = next;
+      if (next.item != kNoItem) {
+        LoadStates(smem, p, ws, next);
+        if (kStages == 2) {
+          BulkWaitRead();  // the chunk before has left its stage
+          load_inputs(i + 1, next);
+        }
+      }
     }
-    AddPairsOf16<Type>(dq, dk, dG, smem);
-    __syncwarp();
-    AddPairsWithin<Type>(dq, dk, dG, smem);
-    if (p.HV > p.H) AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
-    if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem);
-    FinishGates<G>(dG, outside, smem, p, ws, s);
+    if (AnyStrong(smem)) {
+      AddPairs<true, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
+                                        valid);
+    } else {
+      AddPairs<false, kL2Norm, kGate, G>(dq, dk, dG, exponents, smem, in, p, s.chunk.row, s.h,
+                                         valid);
+    }
+    const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);  // comes by then
+    float outside[2];
+    TellSide(dG, outside, smem);
+    if (p.HV > p.H) {
+      AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
+    }
+    if (kL2Norm && s.Last(p)) TellDots<Type>(dq, dk, smem, in);
     FenceProxyAsync();
     __syncthreads();
-    StoreGradients<G>(smem, maps, b, s);
+    if (ThreadIndex() == 0) {
+      const GradientStep& next = *step(i + 1);
+      if (next.item != kNoItem) LoadValues(smem, maps, p, ws, next);
+    }
+    if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem, in);
+    FinishGates<kGate, G>(dG, outside, smem, in, gate, p, ws, s);
+    FenceProxyAsync();
+    __syncthreads();
+    StoreGradients<G>(in, maps, b, s);
     if (ThreadIndex() == 0) {
       BulkCommit();
-      BulkWaitRead();
-      const GradientStep& next = *step(parity ^ 1);
-      if (next.item != kNoItem) LoadInputs<G>(smem, maps, p, next);
+      const GradientStep& next = *step(i + 1);
+      if (kStages == 1 && next.item != kNoItem) {
+        BulkWaitRead();
+        load_inputs(i + 1, next);
+      }
     }
   }
   if (ThreadIndex() == 0) BulkWait();

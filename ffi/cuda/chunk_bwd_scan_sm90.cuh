@@ -18,8 +18,12 @@
 // (I - beta k k^T) never lengthens a row of dS, and do adds at most its own size a token; x and y
 // are no longer than that, dv at most twice.
 //
-// Grid: x = (scan order, value head); y = V half when kWarpgroups is 1; z = 0 reverse, 1 states.
-// The reverse scan is the longer one and starts first.
+// Segments run the same way from the state before or after them. What one does to a state, S T + C
+// and dS T^T + C', comes from the same loops with nothing kept: C and C' from zeros, T from the
+// rows of the identity with v = 0.
+//
+// Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; z = 0 reverse, 1
+// states, of summaries also 2 transitions. The reverse scan is the longer one and starts first.
 #pragma once
 
 #include <type_traits>
@@ -62,7 +66,8 @@ __device__ __forceinline__ int ChunkOfStep(int i, int NT) {
 
 template <bool kReverse, typename Config>
 __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Workspace& ws,
-                          const Segment& s, int HV, int h, int first_half) {
+                          const Segment& s, int HV, int h, int first_half,
+                          bool with_values = true) {
   using C = Config;
   constexpr int kOperandBytes = kReverse ? 3 * kTile : 2 * kTile;  // q_decayed comes first
   constexpr int kMatrixBytes = kReverse ? 2 * kMatrix : kMatrix;
@@ -91,7 +96,7 @@ __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Wor
       BulkLoad(small + image::kDecayBytes, image + image::kBeta, image::kBetaBytes, full);
       images.Advance();
     }
-    {
+    if (with_values) {
       const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
       if (i >= C::kValueStages) {
         MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
@@ -162,12 +167,23 @@ __device__ __forceinline__ float MaxValue(const uint32_t (&u)[16]) {
   return StateScale::WarpMax(fmaxf(Bf16Lo(m), Bf16Hi(m)));
 }
 
+// S^T, rows of T, -> T and T^T in fp32.
+__device__ inline void StoreTransition(const float (&S)[64], float up, float* T, float* transposed,
+                                       int row, int column) {
+  StoreState(S, up, T, DType::kF32, kHead, row * kHead + column);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    transposed[(column + (i >> 2) * 8 + (i & 1)) * kHead + row + (i >> 1 & 1) * 8] = S[i] * up;
+  }
+}
+
 // The warpgroup of 64 V columns. `p`: the forward's parameters, or for the reverse scan those of
-// the call that it is: v is do, o is dv, initial_state is dfinal_state.
-template <bool kReverse, typename Operand, typename Config>
+// the call that it is: v is do, o is dv, initial_state is dfinal_state. `transition`: the columns
+// are rows of the identity, and no value is written.
+template <bool kReverse, bool kSummary, typename Operand, typename Config>
 __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdParams& p,
                           const BwdWorkspace& ws, const Segment& s, int h, int v_half,
-                          int warpgroup) {
+                          int warpgroup, bool transition = false) {
   using C = Config;
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
@@ -179,8 +195,20 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
   const int NT = (s.length + kChunk - 1) / kChunk;
   // What dS is divided by. A sequence without tokens hands dS through as it is.
   const float unit = !kReverse || p.scale == 0.f || NT == 0 ? 1.f : p.scale;
+  const int row = v_half * 64 + warp * 16 + g;
+  const int64_t states_of = ws.fwd.segments * p.HV * (kState / 4);  // of one of the two scans
+  float* const segments = ws.fwd.segment_states + (kReverse ? states_of : 0);
+  auto segment_at = [&](int64_t number) { return (number * p.HV + h) * (kState / 4); };
   float S[64];
-  LoadState(S, p.initial_state, p.state_dtype, kHead, state_at(s.slots.read));
+  if (kReverse ? s.last : s.first) {
+    LoadState(S, p.initial_state, p.state_dtype, kHead, state_at(s.slots.read));
+  } else if (kSummary && transition) {
+    SetIdentity(S, row, 2 * t);
+  } else {
+    const int64_t before = segment_at(s.number + (kReverse ? 1 : -1));
+    LoadState(S, segments, DType::kF32, kHead,
+              kSummary || NT == 0 ? -1 : before + row * kHead + 2 * t);
+  }
   if (kReverse && unit != 1.f) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] /= unit;
@@ -203,8 +231,14 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     const uint32_t small = smem + C::kSmalls + images.stage * 1024;
 
     uint32_t u[16];  // v^T, then r, then diag(beta) e; or do^T, then x, then -diag(beta) y
-    MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
-    LoadValueFragments(u, value, fragment, valid, t);
+    if (!kSummary || !transition) {
+      MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
+      LoadValueFragments(u, value, fragment, valid, t);
+      if (kSummary) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
+    } else {
+#pragma unroll
+      for (uint32_t& pair : u) pair = 0;
+    }
     float growth = 0.f;
     if (kScaled) {
       growth = MaxValue(u) * (kReverse ? 64.f : p.beta_mode == BetaMode::kSigmoid ? 8.f : 128.f);
@@ -245,13 +279,15 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
       }
       WgmmaCommit();
     }
-    if (thread == 0) {
-      BulkWaitRead();  // the last chunk's tiles have left
-      if (stored_stage >= 0) MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
+    if (!kSummary) {
+      if (thread == 0) {
+        BulkWaitRead();  // the last chunk's tiles have left
+        if (stored_stage >= 0) MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
+      }
+      stored_stage = values.stage;
+      BarSync(1 + warpgroup, 128);
+      StageState<Operand>(a, scale.up * unit, states + warp * 16 * 128, lane);
     }
-    stored_stage = values.stage;
-    BarSync(1 + warpgroup, 128);
-    StageState<Operand>(a, scale.up * unit, states + warp * 16 * 128, lane);
 
     float2 beta[8];
 #pragma unroll
@@ -291,42 +327,45 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     for (int j = 0; j < 4; ++j) Wgmma64x128Trans<Operand>(S, &w[4 * j], to_state + j * kRowStep);
     WgmmaCommit();
 
-    // e, or dv, takes the place of the values, which the whole warp has read.
-    __syncwarp();
-    {
-      const float factor = scale.up * unit;
-      const float2 ones[8] = {{1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f},
-                              {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}};
-      if (kReverse) {
-        StageValues(R, factor, ones, ys + fragment);
-        StageValues(R, factor, beta, value + fragment);
-      } else {
-        StageValues(R, factor, ones, value + fragment);
+    if constexpr (!kSummary) {
+      // e, or dv, takes the place of the values, which the whole warp has read.
+      __syncwarp();
+      {
+        const float factor = scale.up * unit;
+        const float2 ones[8] = {{1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f},
+                                {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}};
+        if (kReverse) {
+          StageValues(R, factor, ones, ys + fragment);
+          StageValues(R, factor, beta, value + fragment);
+        } else {
+          StageValues(R, factor, ones, value + fragment);
+        }
       }
-    }
-    FenceProxyAsync();
-    BarSync(1 + warpgroup, 128);
-    std::byte* record = ws.records + ((s.first_chunk + c) * p.HV + h) * int64_t{record::kBytes};
-    if (thread == 0) {
-      std::byte* state = record + (kReverse ? record::kDState : record::kState) + v_half * 64 * 128;
-      BulkStore(state, states, 64 * 128);
-      BulkStore(state + record::kStateHalf, states + record::kStateHalf, 64 * 128);
-      if (kReverse) {
-        BulkStore(record + record::kY + v_half * kHalfTile, ys, kHalfTile);
-        if (valid >= kChunk) TmaStore(dv_map, value, h, token, v_half);
-      } else {
-        BulkStore(record + record::kE + v_half * kHalfTile, value, kHalfTile);
+      FenceProxyAsync();
+      BarSync(1 + warpgroup, 128);
+      std::byte* record = ws.records + ((s.first_chunk + c) * p.HV + h) * int64_t{record::kBytes};
+      if (thread == 0) {
+        std::byte* state =
+            record + (kReverse ? record::kDState : record::kState) + v_half * 64 * 128;
+        BulkStore(state, states, 64 * 128);
+        BulkStore(state + record::kStateHalf, states + record::kStateHalf, 64 * 128);
+        if (kReverse) {
+          BulkStore(record + record::kY + v_half * kHalfTile, ys, kHalfTile);
+          if (valid >= kChunk) TmaStore(dv_map, value, h, token, v_half);
+        } else {
+          BulkStore(record + record::kE + v_half * kHalfTile, value, kHalfTile);
+        }
+        BulkCommit();
       }
-      BulkCommit();
-    }
-    if (kReverse && valid < kChunk) {  // the rows after `valid` are not ours to write
-      for (int row = thread >> 3; row < valid; row += 16) {
-        __nv_bfloat16* dv = static_cast<__nv_bfloat16*>(p.o) +
-                            (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
-        *reinterpret_cast<uint4*>(dv + (thread & 7) * 8) =
-            Lds128(value + Swizzled(row, thread & 7));
+      if (kReverse && valid < kChunk) {  // the rows after `valid` are not ours to write
+        for (int row = thread >> 3; row < valid; row += 16) {
+          __nv_bfloat16* dv = static_cast<__nv_bfloat16*>(p.o) +
+                              (int64_t{token + row} * p.HV + h) * kHead + v_half * 64;
+          *reinterpret_cast<uint4*>(dv + (thread & 7) * 8) =
+              Lds128(value + Swizzled(row, thread & 7));
+        }
+        BarSync(1 + warpgroup, 128);  // before the tile is loaded again
       }
-      BarSync(1 + warpgroup, 128);  // before the tile is loaded again
     }
     WgmmaWait<0>();
     __syncwarp();
@@ -334,7 +373,17 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
     images.Advance();
     values.Advance();
   }
-  if (s.slots.write >= 0) {
+  if constexpr (kSummary) {
+    const int64_t at = segment_at(s.number);
+    if (transition) {
+      StoreTransition(S, scale.up, ws.fwd.transitions + at, ws.fwd.transitions + states_of + at,
+                      row, 2 * t);
+    } else {
+      StoreState(S, scale.up * unit, segments, DType::kF32, kHead, at + row * kHead + 2 * t);
+    }
+    return;
+  }
+  if ((kReverse ? s.first : s.last) && s.slots.write >= 0) {
     if (s.malformed) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) S[i] = NAN;
@@ -371,6 +420,22 @@ __device__ inline void FillGradients(const BwdParams& b, int first, int last, in
   }
 }
 
+// Rings' barriers, by one thread. Of summaries every thread releases a value tile, else one whose
+// warpgroup has put another in its place.
+template <typename Config, bool kSummary>
+__device__ void InitBwdBarriers(uint32_t smem) {
+  using C = Config;
+  for (int i = 0; i < C::kImageStages; ++i) {
+    MbarrierInit(smem + C::kImagesFull + 8 * i, 1);
+    MbarrierInit(smem + C::kImagesEmpty + 8 * i, 128 * C::kWarpgroups);
+  }
+  for (int i = 0; i < C::kValueStages; ++i) {
+    MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
+    MbarrierInit(smem + C::kValuesEmpty + 8 * i, C::kWarpgroups * (kSummary ? 128 : 1));
+  }
+  FenceMbarrierInit();
+}
+
 template <typename Operand, int kWarpgroups>
 __global__ void __launch_bounds__(BwdScanConfig<kWarpgroups>::kThreads, 1)
     ChunkBwdScanKernel(const __grid_constant__ CUtensorMap v_map,
@@ -387,17 +452,7 @@ __global__ void __launch_bounds__(BwdScanConfig<kWarpgroups>::kThreads, 1)
   const int HV = static_cast<int>(b.fwd.HV), h = blockIdx.x % HV;
   const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
   const Segment s = FindWork(reversed ? reverse : b.fwd, ws.fwd, blockIdx.x / HV);
-  if (tid == 0) {
-    for (int i = 0; i < C::kImageStages; ++i) {
-      MbarrierInit(smem + C::kImagesFull + 8 * i, 1);
-      MbarrierInit(smem + C::kImagesEmpty + 8 * i, 128 * kWarpgroups);
-    }
-    for (int i = 0; i < C::kValueStages; ++i) {
-      MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
-      MbarrierInit(smem + C::kValuesEmpty + 8 * i, kWarpgroups);
-    }
-    FenceMbarrierInit();
-  }
+  if (tid == 0) InitBwdBarriers<C, false>(smem);
   __syncthreads();
   // Registers as in the forward's scan.
   if (warpgroup < kWarpgroups) {
@@ -411,9 +466,11 @@ __global__ void __launch_bounds__(BwdScanConfig<kWarpgroups>::kThreads, 1)
         FillGradients(b, s.before, s.token, h, s.malformed, thread);
         FillGradients(b, end, s.after, h, s.malformed, thread);
       }
-      ScanSteps<true, Operand, C>(smem, &dv_map, reverse, ws, s, h, v_half, warpgroup);
+      if (ws.fwd.segments > 0) GriddepcontrolWait();  // for the states of segments
+      ScanSteps<true, false, Operand, C>(smem, &dv_map, reverse, ws, s, h, v_half, warpgroup);
     } else {
-      ScanSteps<false, Operand, C>(smem, nullptr, b.fwd, ws, s, h, v_half, warpgroup);
+      if (ws.fwd.segments > 0) GriddepcontrolWait();
+      ScanSteps<false, false, Operand, C>(smem, nullptr, b.fwd, ws, s, h, v_half, warpgroup);
     }
   } else {
     if constexpr (kWarpgroups == 2) SetMaxNRegDec<40>();
@@ -421,6 +478,46 @@ __global__ void __launch_bounds__(BwdScanConfig<kWarpgroups>::kThreads, 1)
       LoadSteps<true, C>(smem, &do_map, ws.fwd, s, HV, h, first_half);
     } else if (tid == kWarpgroups * 128) {
       LoadSteps<false, C>(smem, &v_map, ws.fwd, s, HV, h, first_half);
+    }
+  }
+}
+
+// What a segment does to S, but the last of its sequence, and to dS, but the first; and the
+// transition, which both share, of those that are neither.
+template <typename Operand>
+__global__ void __launch_bounds__(BwdScanConfig<2>::kThreads, 1)
+    ChunkBwdSummariseKernel(const __grid_constant__ CUtensorMap v_map,
+                            const __grid_constant__ CUtensorMap do_map,
+                            const __grid_constant__ BwdParams b,
+                            const __grid_constant__ FwdParams reverse,
+                            const __grid_constant__ BwdWorkspace ws) {
+  using C = BwdScanConfig<2>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = SharedAddress(shared);
+  const int tid = threadIdx.x, warpgroup = tid >> 7;
+  const int HV = static_cast<int>(b.fwd.HV), h = blockIdx.x % HV;
+  const bool reversed = blockIdx.z == 0, transition = blockIdx.z == 2;
+  const Segment s = FindWork(reversed ? reverse : b.fwd, ws.fwd, blockIdx.x / HV);
+  // Every block waits: that this kernel has ended has to mean that prepare has.
+  if (tid == 2 * 128) GriddepcontrolWait();
+  if (s.length == 0 || (reversed || transition ? s.first : s.last) || (transition && s.last))
+    return;
+  if (tid == 0) InitBwdBarriers<C, true>(smem);
+  __syncthreads();
+  if (warpgroup < 2) {
+    SetMaxNRegInc<232>();
+    if (reversed) {
+      ScanSteps<true, true, Operand, C>(smem, nullptr, reverse, ws, s, h, warpgroup, warpgroup);
+    } else {
+      ScanSteps<false, true, Operand, C>(smem, nullptr, b.fwd, ws, s, h, warpgroup, warpgroup,
+                                         transition);
+    }
+  } else {
+    SetMaxNRegDec<40>();
+    if (tid == 2 * 128 && reversed) {
+      LoadSteps<true, C>(smem, &do_map, ws.fwd, s, HV, h, 0);
+    } else if (tid == 2 * 128) {
+      LoadSteps<false, C>(smem, &v_map, ws.fwd, s, HV, h, 0, !transition);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Host side of the Hopper gradient: workspace, tensor maps, the five launches.
+// Host side of the Hopper gradient: workspace, tensor maps, launches.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include "chunk_bwd_gradients_sm90.cuh"
 #include "chunk_bwd_scan_sm90.cuh"
 #include "chunk_bwd_sums_sm90.cuh"
+#include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
 #include "launch_sm90.cuh"
 
@@ -17,18 +18,24 @@ using sm90::Launch;
 using sm90::MakeTileMap;
 
 // Up to this many sequences times heads, V is split over two blocks: twice as many SMs, each with
-// half the products. The two scans run side by side, so it is half of the forward's.
-constexpr int64_t kSplitChains = 24;
+// half the products. The two scans run side by side, so that 33 chains fill 132 SMs.
+constexpr int64_t kSplitChains = 33;
 
-template <typename Operand, int kWarpgroups>
-ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
-  const FwdParams& p = b.fwd;
-  // The forward that the reverse scan is: of do into dv, from dfinal_state to dinitial_state.
-  FwdParams reverse = p;
+// The forward that the reverse scan is: of do into dv, from dfinal_state to dinitial_state.
+FwdParams Reverse(const BwdParams& b) {
+  FwdParams reverse = b.fwd;
   reverse.v = b.do_;
   reverse.o = b.dv;
   reverse.initial_state = b.dfinal_state;
   reverse.final_state = b.dinitial_state;
+  return reverse;
+}
+
+// `chains`: sequences, or numbers of segments.
+template <typename Operand, int kWarpgroups>
+ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, int64_t chains,
+                      cudaStream_t stream) {
+  const FwdParams& p = b.fwd;
   const bool prepared = p.B * p.T > 0;
   CUtensorMap v_map = {}, do_map = {}, dv_map = {};  // never used when there is no token
   if (prepared) {
@@ -37,13 +44,30 @@ ffi::Error LaunchScan(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStre
     RETURN_IF_ERROR(MakeTileMap(&dv_map, b.dv, p.B * p.T, p.HV, kHead, 1));
   }
   using Config = sm90::BwdScanConfig<kWarpgroups>;
-  const dim3 grid(p.B * p.M * p.HV, kWarpgroups == 1 ? 2 : 1, 2);
+  const dim3 grid(chains * p.HV, kWarpgroups == 1 ? 2 : 1, 2);
   return Launch("ChunkBwdScanKernel", sm90::ChunkBwdScanKernel<Operand, kWarpgroups>,
                 {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, do_map, dv_map,
-                b, reverse, ws);
+                b, Reverse(b), ws);
 }
 
-template <bool kL2Norm, typename G>
+template <typename Operand>
+ffi::Error LaunchSummaries(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  const FwdParams& p = b.fwd;
+  CUtensorMap v_map, do_map;
+  RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, kHead, 2));
+  RETURN_IF_ERROR(MakeTileMap(&do_map, b.do_, p.B * p.T, p.HV, kHead, 2));
+  using Config = sm90::BwdScanConfig<2>;
+  const dim3 grid(ws.fwd.segments * p.HV, 1, 3);
+  RETURN_IF_ERROR(Launch("ChunkBwdSummariseKernel", sm90::ChunkBwdSummariseKernel<Operand>,
+                         {grid, Config::kThreads, Config::kBytes, true}, stream, v_map, do_map, b,
+                         Reverse(b), ws));
+  using Combine = sm90::CombineConfig;
+  const dim3 combine_grid(p.B * p.M * p.HV, kHead / Combine::kRows, 2);
+  return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
+                {combine_grid, Combine::kThreads, Combine::kBytes, true}, stream, p, ws.fwd);
+}
+
+template <bool kL2Norm, Gate kGate, typename G>
 ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
   const FwdParams& p = b.fwd;
   const int64_t tokens = p.B * p.T;
@@ -59,8 +83,15 @@ ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cud
   }
   using Config = sm90::GradientsConfig;
   const int64_t blocks = std::min<int64_t>(ws.fwd.NT * p.H, sm90::kGradientBlocks);
-  return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, G>,
-                {dim3(blocks), Config::kThreads, Config::kBytes}, stream, maps, b, ws);
+  return Launch("ChunkBwdGradientsKernel", sm90::ChunkBwdGradientsKernel<kL2Norm, kGate, G>,
+                {dim3(blocks), Config::kThreads, Config::kBytes, true}, stream, maps, b, ws);
+}
+
+template <bool kL2Norm, Gate kGate>
+ffi::Error LaunchGradients(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaStream_t stream) {
+  return b.fwd.g_dtype == DType::kF32
+             ? LaunchGradients<kL2Norm, kGate, float>(b, ws, stream)
+             : LaunchGradients<kL2Norm, kGate, __nv_bfloat16>(b, ws, stream);
 }
 
 template <bool kL2Norm>
@@ -69,21 +100,29 @@ ffi::Error LaunchKernels(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaS
   const FwdParams& p = b.fwd;
   const bool tokens = p.B * p.T > 0;
   if (tokens) RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, true>(p, ws.fwd, stream)));
-  if (p.B * p.M * p.HV <= kSplitChains) {
-    RETURN_IF_ERROR((LaunchScan<Operand, 1>(b, ws, stream)));
+  if (ws.fwd.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(b, ws, stream));
+  const int64_t chains = ws.fwd.segments > 0 ? ws.fwd.segments : p.B * p.M;
+  if (chains * p.HV <= kSplitChains) {
+    RETURN_IF_ERROR((LaunchScan<Operand, 1>(b, ws, chains, stream)));
   } else {
-    RETURN_IF_ERROR((LaunchScan<Operand, 2>(b, ws, stream)));
+    RETURN_IF_ERROR((LaunchScan<Operand, 2>(b, ws, chains, stream)));
   }
   if (!tokens) return ffi::Error::Success();
-  return p.g_dtype == DType::kF32 ? LaunchGradients<kL2Norm, float>(b, ws, stream)
-                                  : LaunchGradients<kL2Norm, __nv_bfloat16>(b, ws, stream);
+  switch (p.gate) {
+    case Gate::kActivated:
+      return LaunchGradients<kL2Norm, Gate::kActivated>(b, ws, stream);
+    case Gate::kSoftplus:
+      return LaunchGradients<kL2Norm, Gate::kSoftplus>(b, ws, stream);
+    default:
+      return LaunchGradients<kL2Norm, Gate::kLowerBound>(b, ws, stream);
+  }
 }
 
 }  // namespace
 
-int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M,
-                               bool packed) {
-  return sm90::BwdWorkspaceBytes(B, T, H, HV, M, packed);
+int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M, bool packed,
+                               int64_t segment_chunks) {
+  return sm90::BwdWorkspaceBytes(B, T, H, HV, M, packed, segment_chunks);
 }
 
 ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
@@ -99,6 +138,10 @@ ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
     ws.group_sums = reinterpret_cast<float*>(rest);
     rest += int64_t{sm90::kGradientBlocks} * sm90::kGroupSums * sm90::kGradientThreads * 4;
   }
+  ws.fwd.segments = sm90::Segments(p.B, p.T, p.M, packed, p.segment_chunks);
+  ws.fwd.segment_states = reinterpret_cast<float*>(rest);
+  ws.fwd.transitions = ws.fwd.segment_states + ws.fwd.segments * p.HV * 2 * (sm90::kState / 4);
+  rest += ws.fwd.segments * p.HV * 4 * sm90::kState;
   if (p.B * p.M * p.HV > 0) {
     if (packed) {
       ws.fwd.sequences = reinterpret_cast<sm90::SequenceSlot*>(rest);
@@ -111,7 +154,7 @@ ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
   }
   if (p.B == 0 || (b.dA_log == nullptr && b.ddt_bias == nullptr)) return ffi::Error::Success();
   return Launch("ChunkBwdSumsKernel", sm90::ChunkBwdSumsKernel,
-                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0}, stream, b, ws);
+                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0, true}, stream, b, ws);
 }
 
 }  // namespace jax_kda

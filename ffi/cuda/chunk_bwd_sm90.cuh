@@ -8,6 +8,10 @@
 //   gradients      (chunk, query/key head)    q k g do, records -> dq dk dg dbeta, parameter sums
 //   sums           (row, value head)          parameter sums -> dA_log ddt_bias
 //
+// Where chains are few and long, both scans are cut into segments as the forward's is: summarise
+// makes S T + C and dS T^T + C' of each, combine the states between them, and the scans start
+// there.
+//
 // e, y and what they are good for stand in docs/math.md under "The gradient".
 #pragma once
 
@@ -37,20 +41,22 @@ inline constexpr int kParameterSums = 2 * kHead + 16;
 inline constexpr int kGradientBlocks = 132, kGradientThreads = 512, kGroupSums = 32;
 
 struct BwdWorkspace {
-  Workspace fwd;          // images of image::kGradientBytes
+  // Images of image::kGradientBytes. Where scans are cut, segment_states and transitions are twice
+  // as many: those of the reverse scan come second, its transitions being the others transposed.
+  Workspace fwd;
   std::byte* records;     // [NT, HV, record::kBytes]
   float* parameter_sums;  // [NT, HV, kParameterSums]
   float* group_sums;      // [kGradientBlocks, kGroupSums, kGradientThreads]; only where HV > H
 };
 
 inline int64_t BwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M,
-                                 bool packed) {
+                                 bool packed, int64_t segment_chunks) {
   const int64_t NT = ChunkSlots(B, T, M, packed);
   const int64_t plan =
       packed ? NT * int64_t{sizeof(ChunkSlot)} + B * M * int64_t{sizeof(SequenceSlot)} : 0;
   const int64_t group = HV > H ? int64_t{kGradientBlocks} * kGroupSums * kGradientThreads * 4 : 0;
   return NT * HV * (image::kGradientBytes + record::kBytes + kParameterSums * 4) + plan + group +
-         256;
+         Segments(B, T, M, packed, segment_chunks) * HV * 4 * kState + 256;
 }
 
 }  // namespace jax_kda::sm90

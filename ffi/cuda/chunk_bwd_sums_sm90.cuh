@@ -23,6 +23,7 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   const FwdParams& p = b.fwd;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV, row = blockIdx.x / HV;
   const int part = threadIdx.x / C::kWidth, i = threadIdx.x % C::kWidth;
+  GriddepcontrolWait();
   int64_t first = row * (ws.fwd.NT / p.B), end = first + ws.fwd.NT / p.B;
   bool malformed = false;
   if (ws.fwd.sequences != nullptr) {  // those of its sequences, which lie side by side
@@ -35,7 +36,7 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   float sum = 0.f;
   if (i < kParameterSums && p.gate != Gate::kActivated) {  // else nothing was written
     const float* from = ws.parameter_sums + h * kParameterSums + i;
-#pragma unroll 4
+#pragma unroll 16
     for (int64_t c = first + part; c < end; c += C::kParts) {
       sum += from[c * HV * kParameterSums];
     }

@@ -6,7 +6,10 @@
 // sequence and head, and transitions stream through two stages of shared memory. In a product a
 // warp takes 16 of K, a lane 4 columns of all rows; for its sum a warp takes a row.
 //
-// Grid: x = (sequence, value head), y = rows. Block: 8 warps, 167,952 bytes.
+// The gradient's reverse scan takes them from the last to the first, z = 1: its contributions and
+// transitions come after the others.
+//
+// Grid: x = (sequence, value head), y = rows, z as above. Block: 8 warps, 167,952 bytes.
 #pragma once
 
 #include "chunk_fwd_scan_sm90.cuh"
@@ -26,7 +29,7 @@ struct CombineConfig {
   static constexpr int kBytes = kFull + 8 * kStages;
 };
 
-__global__ void __launch_bounds__(CombineConfig::kThreads, 1)
+static __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
     ChunkFwdCombineKernel(const __grid_constant__ FwdParams p,
                           const __grid_constant__ Workspace ws) {
   using C = CombineConfig;
@@ -40,7 +43,11 @@ __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
   const int64_t last = SegmentsOf(p, sequence) - 1;  // nobody asks for the state at its end
   if (last < 2 || FindStateSlots(p, n).padding) return;
   const int64_t first = FirstSegment(p, n, sequence.first_chunk);
-  auto segment_at = [&](int64_t i) { return ((first + i) * p.HV + h) * kHead * kHead; };
+  const bool reverse = blockIdx.z == 1;
+  auto segment_at = [&](int64_t i) {
+    const int64_t number = first + (reverse ? ws.segments + last - i : i);
+    return (number * p.HV + h) * kHead * kHead;
+  };
   auto load_transition = [&](int64_t i) {  // by one thread
     const int stage = i % C::kStages;
     MbarrierExpectTx(smem + C::kFull + 8 * stage, kState);

@@ -107,7 +107,8 @@ ffi::Error ChunkBwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
     return Unimplemented("the CUDA kernel needs `dfinal_state` of the dtype of `initial_state`, ",
                          name(p.state_dtype), "; got ", name(b->dfinal_state_dtype));
   }
-  const int64_t bytes = ChunkBwdWorkspaceBytes(p.B, p.T, p.H, p.HV, p.M, p.offsets != nullptr);
+  const int64_t bytes =
+      ChunkBwdWorkspaceBytes(p.B, p.T, p.H, p.HV, p.M, p.offsets != nullptr, p.segment_chunks);
   if (p.workspace_bytes < bytes) {
     return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
                           p.workspace_bytes);

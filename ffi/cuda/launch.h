@@ -40,7 +40,8 @@ int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool
 ffi::Error LaunchChunkFwdSm90(const FwdParams& p, cudaStream_t stream);
 
 // Bytes of the workspace of the gradient for K = V = 128.
-int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M, bool packed);
+int64_t ChunkBwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t M, bool packed,
+                               int64_t segment_chunks);
 
 // Enqueues the gradient on `stream`: as the forward, fwd.workspace included. A state and its
 // cotangent have one dtype. Neither allocates nor synchronises.

@@ -73,9 +73,12 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
 
 template <bool kL2Norm, bool kGradient>
 ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t stream) {
-  CUtensorMap q_map, k_map;
+  CUtensorMap q_map, k_map, g_map = {};
   RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, p.K, 2));
   RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, p.K, 2));
+  if (p.g_dtype == DType::kBF16) {
+    RETURN_IF_ERROR(MakeTileMap(&g_map, p.g, p.B * p.T, p.HV, p.K, 2));
+  }
   const auto kernel = p.g_dtype == DType::kF32
                           ? ChunkFwdPrepareKernel<kL2Norm, float, kGradient>
                           : ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16, kGradient>;
@@ -83,7 +86,7 @@ ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t s
   const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
   return Launch("ChunkFwdPrepareKernel", kernel,
                 {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes}, stream, q_map,
-                k_map, p, ws);
+                k_map, g_map, p, ws);
 }
 
 }  // namespace jax_kda::sm90

@@ -26,5 +26,5 @@ NB_MODULE(_cuda, m) {
   m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
         nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"));
   m.def("chunk_bwd_workspace_bytes", &jax_kda::ChunkBwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
-        nb::arg("H"), nb::arg("HV"), nb::arg("M"), nb::arg("packed"));
+        nb::arg("H"), nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"));
 }

@@ -39,6 +39,14 @@ __device__ __forceinline__ int ThreadIndex() {
   return x;
 }
 
+// blockIdx, read anew as well.
+__device__ __forceinline__ uint3 BlockIndex() {
+  uint3 b;
+  asm volatile("mov.u32 %0, %%ctaid.x;\nmov.u32 %1, %%ctaid.y;\nmov.u32 %2, %%ctaid.z;"
+               : "=r"(b.x), "=r"(b.y), "=r"(b.z));
+  return b;
+}
+
 // ----------------------------------------------------------------------------------------------------
 // arithmetic
 
@@ -61,6 +69,14 @@ __device__ __forceinline__ float Rsqrt(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// condition ? x : y, both computed: a branch would cost more.
+__device__ __forceinline__ float Select(bool condition, float x, float y) {
+  float r;
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}"
+      : "=f"(r)
+      : "f"(x), "f"(y), "r"(static_cast<int>(condition)));
+  return r;
 }
 // (lo, hi) rounded to a pair of 16-bit numbers.
 template <typename Operand>
@@ -90,11 +106,9 @@ __device__ __forceinline__ float Bf16Lo(uint32_t pair) { return __uint_as_float(
 __device__ __forceinline__ float Bf16Hi(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
-__device__ __forceinline__ uint32_t CvtTf32(float x) {
-  uint32_t r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-}
+// fp32 bits whose upper 19 are x rounded to the nearest TF32 number: the tensor cores do not look
+// at the others.
+__device__ __forceinline__ uint32_t RoundTf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 // -------------------------------------------------------------------------------------------------
 // shared memory
@@ -135,11 +149,17 @@ __device__ __forceinline__ uint4 Lds128(uint32_t a) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void Sts8(uint32_t a, uint32_t v) {
+  asm volatile("st.shared.b8 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
 __device__ __forceinline__ void Sts16(uint32_t a, uint32_t v) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(static_cast<uint16_t>(v)) : "memory");
 }
 __device__ __forceinline__ void Sts32(uint32_t a, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+__device__ __forceinline__ void Sts64(uint32_t a, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
 __device__ __forceinline__ void StsF32(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
@@ -209,6 +229,10 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
 // Named barrier `id` (1..15) among `threads` threads; 0 is __syncthreads.
 __device__ __forceinline__ void BarSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same without waiting for the others.
+__device__ __forceinline__ void BarArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // The next kernel of the stream, if launched for it, may start where blocks of this one leave room,
 // once all of them have said so.
@@ -359,6 +383,21 @@ __device__ __forceinline__ void Wgmma64x128Trans(float (&d)[64], const uint32_t*
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "C"(Operand::kPtx));
+}
+// d[64x32] (+)= a[64x16] b[32x16]^T, bf16, both in shared memory, K-major; kTrans: a[16x64] is
+// transposed (MN-major). d[n] are columns 8 n to 8 n + 7, as of a 16x8 accumulator of Mma.
+template <int kTrans>
+__device__ __forceinline__ void Wgmma64x32(float (&d)[4][4], uint64_t a, uint64_t b,
+                                           int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, %19, 0;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTrans));
 }
 template <int kRegisters>
 __device__ __forceinline__ void SetMaxNRegInc() {

@@ -22,13 +22,13 @@ __device__ __forceinline__ void BlockProduct(float (&c)[2][4], uint32_t a, uint3
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const uint32_t left = a + g * kBlockRow + (step * 8 + t) * 4;
-    const uint32_t fragment[4] = {CvtTf32(LdsF32(left)), CvtTf32(LdsF32(left + 8 * kBlockRow)),
-                                  CvtTf32(LdsF32(left + 16)),
-                                  CvtTf32(LdsF32(left + 8 * kBlockRow + 16))};
+    const uint32_t fragment[4] = {RoundTf32(LdsF32(left)), RoundTf32(LdsF32(left + 8 * kBlockRow)),
+                                  RoundTf32(LdsF32(left + 16)),
+                                  RoundTf32(LdsF32(left + 8 * kBlockRow + 16))};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t right = b + (step * 8 + t) * kBlockRow + (n * 8 + g) * 4;
-      MmaTf32(c[n], fragment, CvtTf32(LdsF32(right)), CvtTf32(LdsF32(right + 4 * kBlockRow)));
+      MmaTf32(c[n], fragment, RoundTf32(LdsF32(right)), RoundTf32(LdsF32(right + 4 * kBlockRow)));
     }
   }
 }
@@ -44,13 +44,13 @@ __device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4
 
 // (I + L)^-1 in place of L, 64x64 in ten blocks, by four warps. Diagonal blocks by forward
 // substitution, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows. `scratches`
-// holds four blocks.
-__device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, int warp,
-                                                int lane) {
+// holds four blocks, `barrier` is a named one for the warps.
+__device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, int barrier,
+                                                int warp, int lane) {
   const uint32_t scratch = scratches + warp * kBlock;
-  {
-    const uint32_t block = L + BlockOffset(warp, warp);
-    const int j = lane & 15;
+  if (warp < 2) {  // half a warp a block
+    const int I = warp * 2 + (lane >> 4), j = lane & 15;
+    const uint32_t block = L + BlockOffset(I, I);
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -66,12 +66,10 @@ __device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, 
       x[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
     __syncwarp();
-    if (lane < 16) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) StsF32(block + i * kBlockRow + j * 4, x[i]);
-    }
+    for (int i = 0; i < 16; ++i) StsF32(block + i * kBlockRow + j * 4, x[i]);
   }
-  BarSync(1, 128);
+  BarSync(barrier, 128);
   if (warp < 2) {
     const int J = 2 * warp, I = J + 1;
     float t[2][4] = {}, x[2][4] = {};
@@ -81,17 +79,17 @@ __device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, 
     BlockProduct(x, L + BlockOffset(I, I), scratch, lane);
     StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
   }
-  BarSync(1, 128);
+  BarSync(barrier, 128);
   const int I = 2 + (warp >> 1), J = warp & 1;
   float t[2][4] = {}, x[2][4] = {};
   for (int m = J; m < 2; ++m) BlockProduct(t, L + BlockOffset(I, m), L + BlockOffset(m, J), lane);
   StoreBlock(scratch, t, 1.f, lane);
-  BarSync(1, 128);
+  BarSync(barrier, 128);
   for (int m = 2; m <= I; ++m) {
     BlockProduct(x, L + BlockOffset(I, m), scratches + ((m - 2) * 2 + J) * kBlock, lane);
   }
   StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
-  BarSync(1, 128);
+  BarSync(barrier, 128);
 }
 
 }  // namespace jax_kda::sm90

@@ -137,7 +137,8 @@ std::string RunGradient(const Config& c, int64_t missing_rows_of_dv) {
   b.dA_log = reinterpret_cast<float*>(results[5].get());
   b.ddt_bias = reinterpret_cast<float*>(results[6].get());
   b.dinitial_state = results[7].get();
-  p.workspace_bytes = ChunkBwdWorkspaceBytes(c.B, c.T, c.H, c.HV, p.M, c.offsets_step != 0);
+  p.workspace_bytes =
+      ChunkBwdWorkspaceBytes(c.B, c.T, c.H, c.HV, p.M, c.offsets_step != 0, c.segment_chunks);
   const Buffer workspace = Allocate(p.workspace_bytes);
   Poison(workspace, p.workspace_bytes);
   p.workspace = workspace.get();
