@@ -14,7 +14,6 @@
 #   sanitize  compute-sanitizer over the launcher
 #   bench     bench.py
 #   decode    decode.py
-#   gradient  gradient.py
 #
 # Runs all stages by default, after a look at which handlers run here. A failing stage stops no other; the exit status says that one failed.
 set -u
@@ -34,7 +33,7 @@ while getopts w:p:o:b:t: option; do
 done
 shift $((OPTIND - 1))
 [ -n "$wheels" ] && [ -n "$out" ] || usage
-[ $# -gt 0 ] || set -- main tests graphs sanitize bench decode gradient
+[ $# -gt 0 ] || set -- main tests graphs sanitize bench decode
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -91,14 +90,12 @@ stage_bench() {
 
 stage_decode() { timeout "$limit" python3 "$root/benchmarks/decode.py" --output "$out"; }
 
-stage_gradient() { timeout "$limit" python3 "$root/benchmarks/gradient.py" --output "$out"; }
-
 # What of a stage's log belongs in the summary.
 digest() {
   if [ "$1" = bench ]; then
     grep -E '^\| (case|.*\| (jax_kda|flash_kda) )|copy .* TB/s' "$out/bench.log"
-  elif [ "$1" = decode ] || [ "$1" = gradient ]; then
-    grep '^|' "$out/$1"-*.md
+  elif [ "$1" = decode ]; then
+    grep '^|' "$out"/decode-*.md
   else
     tail -n 12 "$out/$1.log"
   fi

@@ -2,8 +2,9 @@
 """How each library is called for one case.
 
 `call(case, x, o, state)` runs the whole operation on arrays x (q k v g beta A_log dt_bias h0 cu)
-and returns (o, state); o and state are buffers that an in-place library writes. `prepare` is what
-the library asks its caller to do first, outside the timing: the `note` says so where it matters.
+and returns (o, state); o and state are buffers that an in-place library writes. `train` is the same
+to be differentiated; None: it can't be. `prepare` is what the library asks its caller to do first,
+outside the timing: the `note` says so where it matters.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ class Implementation:
     module: str  # import name: not installed, not measured
     framework: str  # jax or torch
     call: Callable[..., Any]
+    train: Callable[..., Any] | None = None
     prepare: Callable[..., Any] | None = None
     in_place: bool = False
     state_k_first: bool = False
@@ -34,11 +36,11 @@ def jax_kda_fwd(case, x, o, state):
     )  # fmt: skip
 
 
-def jax_kda_reference(case, x, o, state):
-    from jax_kda import reference
+def jax_kda_chunk(case, x, o, state, implementation=None):
+    import jax_kda
 
-    return reference.chunk_kda(
-        x["q"], x["k"], x["v"], x["g"], x["beta"],
+    return jax_kda.chunk_kda(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], implementation=implementation,
         A_log=x["A_log"], dt_bias=x["dt_bias"], lower_bound=case.lower_bound, scale=case.scale,
         initial_state=x["h0"], output_final_state=True, cu_seqlens=x.get("cu"),
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -87,6 +89,10 @@ def jla_core(case, x, o, state):
         "kda", x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], scale=case.scale,
         initial_state=x["h0"], output_final_state=True, use_qk_l2norm=True, impl="mosaic_gpu",
     )  # fmt: skip
+
+
+def jla_whole(case, x, o, state):
+    return jla_core(case, jla_activate(case, x), o, state)
 
 
 def cudnn_pack(case, x):
@@ -150,21 +156,28 @@ def needs_rows(case):
     return "no packed sequences" if case.lens else None
 
 
+jax_kda_reference = partial(jax_kda_chunk, implementation="reference")
+
 NO_GATE = "l2norm, gate and sigmoid not included"
 NO_JLA_GATE = "gate and sigmoid not included"
 CUTS = "cuts history where gates are strong and heads few"
 
 IMPLEMENTATIONS = {
-    "jax_kda": Implementation("jax_kda", "jax", jax_kda_fwd, in_place=True, refuses=needs_kernel),
-    "reference": Implementation("jax_kda", "jax", jax_kda_reference, refuses=needs_few_tokens),
+    "jax_kda": Implementation(
+        "jax_kda", "jax", jax_kda_fwd, jax_kda_chunk, in_place=True, refuses=needs_kernel
+    ),
+    "reference": Implementation(
+        "jax_kda", "jax", jax_kda_reference, jax_kda_reference, refuses=needs_few_tokens
+    ),
     "flash_kda": Implementation("flash_kda", "torch", flash_kda_fwd, refuses=needs_lower_bound),
     "fla": Implementation(
-        "fla", "torch", fla_chunk_kda, state_k_first=True, env=("FLA_FLASH_KDA=0",)
+        "fla", "torch", fla_chunk_kda, fla_chunk_kda, state_k_first=True, env=("FLA_FLASH_KDA=0",)
     ),
     "jla": Implementation(
         "jla",
         "jax",
-        lambda case, x, o, state: jla_core(case, jla_activate(case, x), o, state),
+        jla_whole,
+        jla_whole,
         state_k_first=True,
         refuses=needs_rows,
     ),

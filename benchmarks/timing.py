@@ -11,8 +11,10 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+from cases import DIFFERENTIABLE
 
 SAMPLE_SECONDS = 0.03  # hides how a batch of calls is started
+CALLS_SECONDS = 0.2  # where Python starts every one of them
 CASE_SECONDS = 2
 
 
@@ -67,13 +69,44 @@ class Jax:
         call = lambda x, o, state: impl.call(case, x, o, state)
         return jax.jit(call, donate_argnames=donated)(x, o, state)
 
-    def time(self, impl, case, sets, outs, state):
-        """In place: calls chained in one jitted function, each writing what the last one returned.
+    def training(self, impl, case, x):
+        """A compiled function of x, forward pass and all gradients; its results; its memory."""
+        import jax
 
-        Otherwise one jitted function per call, started without waiting: of a chain XLA would leave
-        out whatever is not used or does not change.
+        def both(x):
+            inputs = {name: x[name] for name in DIFFERENTIABLE}
+            forward = lambda inputs: impl.train(case, x | inputs, None, None)
+            (o, state), pull = jax.vjp(forward, inputs)
+            (gradients,) = pull((x["do"].astype(o.dtype), x["dstate"].astype(state.dtype)))
+            return o, state, [gradients[name] for name in DIFFERENTIABLE]
+
+        call = jax.jit(both).lower(x).compile()
+        memory = call.memory_analysis()
+        sizes = (f"{what}_size_in_bytes" for what in ("argument", "output", "temp"))
+        return call, *call(x), sum(getattr(memory, size) for size in sizes)
+
+    def time_calls(self, call, arguments):
+        """Compiled calls, started without waiting: of a chain in one function XLA would leave out
+        whatever is not used or does not change.
         """
         import jax
+
+        results = []
+
+        def step():
+            results[:] = [call(*a) for a in arguments]
+
+        step()
+        samples = timed(step, lambda: jax.block_until_ready(results), CALLS_SECONDS)
+        return [s / len(arguments) for s in samples], "one jit per call", *results[0]
+
+    def time(self, impl, case, sets, outs, state):
+        """In place: calls chained in one jitted function, each writing what the last returned."""
+        import jax
+
+        if not impl.in_place:
+            call = jax.jit(lambda x: impl.call(case, x, None, None))
+            return self.time_calls(call, [(x,) for x in sets])
 
         @partial(jax.jit, static_argnames="cycles", donate_argnames=("outs", "state"))
         def chain(sets, outs, state, cycles):
@@ -82,28 +115,18 @@ class Jax:
                     outs[i], state = impl.call(case, x, outs[i], state)
             return outs, state
 
-        @jax.jit
-        def call(x):
-            return impl.call(case, x, None, None)
-
         def step():
             nonlocal outs, state
-            if impl.in_place:
-                outs, state = chain(sets, outs, state, cycles)
-            else:
-                for i, x in enumerate(sets):
-                    outs[i], state = call(x)
+            outs, state = chain(sets, outs, state, cycles)
 
         sync = lambda: jax.block_until_ready((outs, state))
         cycles = 1
         step()
-        if impl.in_place:
-            cycles = max(1, min(32 // len(sets), int(SAMPLE_SECONDS / min(timed(step, sync)))))
-            step()
+        cycles = max(1, min(32 // len(sets), int(SAMPLE_SECONDS / min(timed(step, sync)))))
+        step()
         calls = cycles * len(sets)
         samples = [s / calls for s in timed(step, sync)]
-        how = f"chain of {calls} in one jit" if impl.in_place else "one jit per call"
-        return samples, how, outs[0], state
+        return samples, f"chain of {calls} in one jit", outs[0], state
 
     def rates(self):
         """Bytes per second of a large copy, FLOP per second of a large matrix product."""
@@ -160,12 +183,33 @@ class Torch:
         with torch.inference_mode():
             return impl.call(case, x, o, state)
 
+    def training(self, impl, case, x):
+        """A function of x, forward pass and all gradients; its results; its peak of memory."""
+        import torch
+
+        def call(x):
+            leaves = {name: x[name].detach().requires_grad_() for name in DIFFERENTIABLE}
+            results = impl.train(case, x | leaves, None, None)
+            cotangents = (x["do"], x["dstate"])
+            gradients = torch.autograd.grad(results, tuple(leaves.values()), cotangents)
+            return *(a.detach() for a in results), gradients
+
+        call(x)  # the first call may need memory to choose its kernels
+        torch.cuda.reset_peak_memory_stats()
+        results = call(x)
+        torch.cuda.synchronize()
+        return call, *results, torch.cuda.max_memory_allocated()
+
     def time(self, impl, case, sets, outs, state):
-        """Replays of a CUDA graph with one call per set; plain calls where capture fails."""
+        arguments = [(x, o, state) for x, o in zip(sets, outs, strict=True)]
+        return self.time_calls(partial(self.run, impl, case), arguments)
+
+    def time_calls(self, call, arguments):
+        """Replays of a CUDA graph with all of them; plain calls where capture fails."""
         import torch
 
         def cycle():
-            return [self.run(impl, case, x, o, state) for x, o in zip(sets, outs, strict=True)]
+            return [call(*a) for a in arguments]
 
         graph, results, how = torch.cuda.CUDAGraph(), cycle(), "graph replay"
         step = graph.replay
@@ -175,5 +219,5 @@ class Torch:
         except Exception as error:  # each library has its own
             how = f"plain calls; no graph: {error}".splitlines()[0]
             step = cycle
-        samples = [s / len(sets) for s in timed(step, torch.cuda.synchronize)]
+        samples = [s / len(arguments) for s in timed(step, torch.cuda.synchronize)]
         return samples, how, *results[0]

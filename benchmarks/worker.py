@@ -1,6 +1,6 @@
 """One library in one process: `worker.py IMPLEMENTATION --truth DIR --seconds S CASE...`.
 
-Prints one line `RESULT {json}` per case, which bench.py reads: seconds per call, errors, a note.
+Prints one line `RESULT {json}` per case, which bench.py reads: seconds per call, errors, memory.
 The implementation `machine` measures the device's copy and matrix-product rates instead.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import truth
-from cases import CASES, Case, inputs
+from cases import CASES, DIFFERENTIABLE, HEAD_AXIS, Case, inputs
 from peers import IMPLEMENTATIONS, Implementation
 from timing import Jax, Torch
 
@@ -31,35 +31,46 @@ def emit(**result) -> None:
 
 def measure(impl: Implementation, case: Case, device: Jax | Torch, args) -> dict:
     arrays = inputs(case)
-    if impl.state_k_first:
-        arrays["h0"] = np.ascontiguousarray(arrays["h0"].swapaxes(-1, -2))
+    states = arrays.keys() & {"h0", "dstate"} if impl.state_k_first else ()
+    for name in states:
+        arrays[name] = np.ascontiguousarray(arrays[name].swapaxes(-1, -2))
     x = {name: device.array(a) for name, a in arrays.items()}
     if case.lens:
         x["cu"] = device.offsets(case)
     if impl.prepare is not None:
         x = impl.prepare(case, x)
-    out = lambda: device.array(np.full_like(arrays["v"], np.nan))
-    state = lambda: device.array(np.full_like(arrays["h0"], np.nan))
     heads = truth.judged_heads(case)
 
-    def judged(o, state) -> tuple[np.ndarray, np.ndarray]:
-        o = device.numpy(o.reshape(arrays["v"].shape)[:, :, heads])
-        state = device.numpy(state[:, heads])
-        return o, state.swapaxes(-1, -2) if impl.state_k_first else state
+    def judged(o, state, gradients=()) -> dict[str, np.ndarray]:
+        def heads_of(a, like: str) -> np.ndarray:
+            a = a.reshape(arrays[like].shape)[(slice(None),) * HEAD_AXIS[like] + (heads,)]
+            return device.numpy(a.swapaxes(-1, -2) if like in states else a)
 
-    first = judged(*device.run(impl, case, x, out(), state()))
-    o_error, state_error = truth.errors(case, *first, args.truth)
-    sets = device.copies(x, max(1, math.ceil(ROTATED_BYTES[args.platform] / case.bytes())))
-    samples, how, *last = device.time(impl, case, sets, [out() for _ in sets], state())
+        results = {"o": heads_of(o, like="v"), "state": heads_of(state, like="h0")}
+        gradients = zip(DIFFERENTIABLE, gradients, strict=True) if case.training else ()
+        return results | {name: heads_of(a, like=name) for name, a in gradients}
+
+    count = max(1, math.ceil(ROTATED_BYTES[args.platform] / case.bytes()))
+    if case.training:
+        call, *results, peak_bytes = device.training(impl, case, x)
+        first = judged(*results)
+        samples, how, *last = device.time_calls(call, [(x,) for x in device.copies(x, count)])
+    else:
+        out = lambda: device.array(np.full_like(arrays["v"], np.nan))
+        state = lambda: device.array(np.full_like(arrays["h0"], np.nan))
+        first, peak_bytes = judged(*device.run(impl, case, x, out(), state())), None
+        sets = device.copies(x, count)
+        samples, how, *last = device.time(impl, case, sets, [out() for _ in sets], state())
+    last, errors = judged(*last), truth.errors(case, first, args.truth)
     return {
         "seconds": device.typical(samples),
         "spread": (max(samples) - min(samples)) / device.typical(samples),
         "how": how,
-        "o_error": o_error,
-        "state_error": state_error,
-        "repeats_bitwise": all(
-            np.array_equal(a, b) for a, b in zip(first, judged(*last), strict=True)
-        ),
+        "o_error": errors.pop("o"),
+        "state_error": errors.pop("state"),
+        "gradient_errors": errors,
+        "peak_bytes": peak_bytes,
+        "repeats_bitwise": all(np.array_equal(first[name], last[name]) for name in first),
     }
 
 
@@ -112,6 +123,8 @@ def main() -> None:
     for name in args.cases:
         case, result = CASES[name], {}
         reason = impl.refuses(case)
+        if case.training and impl.train is None:
+            reason = reason or "no gradients"
         if time.monotonic() - begin > args.seconds:
             reason = f"no time left of {args.seconds:.0f} s"
         if reason is None:

@@ -3,6 +3,7 @@
     pip install -e ".[examples]"
     python examples/train_bytes.py                   # minutes on a CPU; resumes where it stopped
     python examples/train_bytes.py --without-kda     # and the same model with KDA's output zeroed
+    python examples/train_bytes.py --reference 300   # and 300 steps by plain JAX, to compare
     python examples/train_bytes.py --size large      # for a GPU
     python examples/train_bytes.py --prompt 'class'  # once trained, goes straight to writing
 
@@ -54,7 +55,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=32, heads=2, head_dim=16, length=64, batch=4, steps=20),
-    "small": Size(layers=3, width=128, heads=4, head_dim=32, length=256, batch=8, steps=1000),
+    "small": Size(layers=3, width=128, heads=2, head_dim=128, length=256, batch=8, steps=1000),
     "large": Size(
         layers=4, width=1024, heads=8, head_dim=128, length=2048, batch=16, steps=2000,
         learning_rate=1e-3, dtype="bfloat16",
@@ -107,14 +108,20 @@ def read_corpus(length: int) -> tuple[Corpus, Corpus]:
 
 
 class Block(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
+    def __init__(self, size: Size, rngs: nnx.Rngs, implementation: str | None):
         dtype, init = jnp.dtype(size.dtype), nnx.initializers.lecun_normal()
         linear = functools.partial(
             nnx.Linear, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs
         )
         self.kda_norm = nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs)
         self.kda = KimiDeltaAttention(
-            size.width, size.heads, size.head_dim, kernel_init=init, dtype=dtype, rngs=rngs
+            size.width,
+            size.heads,
+            size.head_dim,
+            kernel_init=init,
+            dtype=dtype,
+            implementation=implementation,
+            rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(size.width, dtype=dtype, rngs=rngs)
         self.up = linear(size.width, 3 * size.width)
@@ -127,9 +134,11 @@ class Block(nnx.Module):
 
 
 class ByteModel(nnx.Module):
-    def __init__(self, size: Size, rngs: nnx.Rngs):
+    """Parameters are float32; activations, and with them the kernels' operands, of size.dtype."""
+
+    def __init__(self, size: Size, rngs: nnx.Rngs, implementation: str | None = None):
         self.embed = nnx.Embed(256, size.width, dtype=jnp.dtype(size.dtype), rngs=rngs)
-        self.blocks = nnx.List([Block(size, rngs) for _ in range(size.layers)])
+        self.blocks = nnx.List([Block(size, rngs, implementation) for _ in range(size.layers)])
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
         self.head = nnx.Linear(size.width, 256, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
@@ -183,12 +192,21 @@ def transformation(size: Size) -> optax.GradientTransformation:
 class Run:
     """A model in training, and its file."""
 
-    def __init__(self, size: Size, with_kda: bool, file: Path, seed: int):
-        self.size, self.with_kda, self.file = size, with_kda, file
+    def __init__(
+        self,
+        name: str,
+        size: Size,
+        file: Path,
+        seed: int,
+        with_kda: bool = True,
+        implementation: str | None = None,
+    ):
+        self.name, self.size, self.file, self.with_kda = name, size, file, with_kda
         self.settings = json.dumps(dataclasses.asdict(size) | {"seed": seed}, sort_keys=True)
-        self.model = ByteModel(size, nnx.Rngs(seed))
+        self.model = ByteModel(size, nnx.Rngs(seed), implementation)
         self.optimizer = nnx.Optimizer(self.model, transformation(size), wrt=nnx.Param)
         self.losses: list[float] = []
+        self.rates: list[float] = []  # bytes a second of steps that this process has run
         if file.exists():
             self.restore()
 
@@ -217,20 +235,28 @@ class Run:
 
     def train(self, corpus: Corpus, stop: int) -> None:
         """Up to step `stop`. What a step sees depends on its number alone."""
-        name = "training" if self.with_kda else "without KDA"
+        total, done = self.size.steps, len(self.losses)
         pending: list[jax.Array] = []
-        with tqdm(total=self.size.steps, initial=len(self.losses), desc=name, unit="step") as bar:
-            for step in range(len(self.losses), stop):
+        begin = time.perf_counter()
+        with tqdm(total=total, initial=done, desc=self.name, unit="step") as bar:
+            for step in range(done, stop):
                 rows = corpus.rows(self.size, seed=1000 + step)
                 pending.append(train_step(self.model, self.optimizer, rows, self.with_kda))
                 save = (step + 1) % SAVE_EVERY == 0 or step + 1 == stop
                 if save or len(pending) == 10:  # to wait for every loss would be slow
                     self.losses += np.array(pending).tolist()
+                    count = len(pending) * self.size.batch * self.size.length
+                    self.rates.append(count / (time.perf_counter() - begin))
                     bar.update(len(pending))
                     bar.set_postfix(loss=f"{np.mean(self.losses[-50:]):.3f}")
                     pending.clear()
-                if save:
-                    self.save()
+                    if save:
+                        self.save()
+                    begin = time.perf_counter()
+
+    def speed(self) -> str:
+        """Of the fastest ten steps: compilation and other programs only ever add to the time."""
+        return f", {max(self.rates):,.0f} bytes/s" if self.rates else ""
 
 
 def plot(runs: list[Run], entropy: float, file: Path) -> None:
@@ -240,16 +266,16 @@ def plot(runs: list[Run], entropy: float, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for run, color in zip(runs, ("tab:blue", "tab:orange"), strict=False):
-        window = max(len(run.losses) // 50, 1)
+    for run, style in zip(runs, ("C0-", "k:", "C1-"), strict=False):
+        window = min(len(runs[0].losses) // 50 + 1, len(run.losses))
         means = np.convolve(run.losses, np.ones(window) / window, mode="valid")
-        label = "with KDA" if run.with_kda else "KDA's output zeroed"
-        axes.plot(run.losses, color=color, alpha=0.2)
-        axes.plot(np.arange(window - 1, len(run.losses)), means, color=color, label=label)
+        axes.plot(run.losses, style[:-1], alpha=0.2)
+        label = run.name + run.speed()
+        axes.plot(np.arange(window - 1, len(run.losses)), means, style, label=label)
     axes.axhline(entropy, color="gray", ls="--", label="entropy of a byte")
     axes.axhline(0.75 * entropy, color="gray", ls=":", label="three quarters of it")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, 1.2 * entropy))
-    axes.legend()
+    axes.legend(loc="lower left", ncols=2, fontsize="small")
     figure.savefig(file, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -305,6 +331,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="instead of the size's own")
     parser.add_argument("--stop", type=int, help="stop after this step; a later call goes on")
     parser.add_argument("--without-kda", action="store_true", help="train also without KDA")
+    parser.add_argument(
+        "--reference", type=int, default=0, metavar="STEPS", help="train also by plain JAX, so far"
+    )
     parser.add_argument("--out", type=Path, help="folder; default: train_bytes-SIZE")
     parser.add_argument("--prompt", default="def __init__(self, ")
     parser.add_argument("--count", type=int, default=600, help="bytes to write at most")
@@ -331,20 +360,27 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         f"{len(held_out.bytes) / 1e6:.1f} MB held out"
     )
     report = {"entropy": entropy}
-    runs = [Run(size, True, folder / "model.safetensors", options.seed)]
-    if options.without_kda:
-        runs.append(Run(size, False, folder / "without_kda.safetensors", options.seed))
-    for run in runs:
-        run.train(corpus, stop)
-    model = runs[0].model
-    report["training loss"] = float(np.mean(runs[0].losses[-50:]))
+    new_run = functools.partial(Run, size=size, seed=options.seed)
+    kernels = new_run("kernels", file=folder / "model.safetensors")
+    kernels.train(corpus, stop)
+    model, runs = kernels.model, [kernels]
+    report["training loss"] = float(np.mean(kernels.losses[-50:]))
     report["held-out loss"] = evaluate(model, held_out, size, with_kda=True)
     report["the same with KDA's output zeroed"] = evaluate(model, held_out, size, with_kda=False)
-    for run in runs[1:]:
-        report["trained with it zeroed"] = evaluate(run.model, held_out, size, with_kda=False)
+    if options.reference:
+        file = folder / "reference.safetensors"
+        runs.append(new_run("plain JAX", file=file, implementation="reference"))
+        runs[-1].train(corpus, min(stop, options.reference))
+    if options.without_kda:
+        file = folder / "without_kda.safetensors"
+        runs.append(new_run("without KDA", file=file, with_kda=False))
+        runs[-1].train(corpus, stop)
+        report["trained with it zeroed"] = evaluate(runs[-1].model, held_out, size, with_kda=False)
     plot(runs, entropy, folder / "loss.png")
     for name, value in report.items():
         print(f"{name:34} {value:.3f} nats per byte, {value / entropy:.2f} of the entropy")
+    for run in runs:
+        print(f"{run.name}: {len(run.losses)} steps{run.speed()}")
     print(f"{folder / 'loss.png'}, {runs[0].file}")
     write(model, options.prompt, options.count, options.temperature, options.seed)
     return report

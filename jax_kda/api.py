@@ -75,6 +75,7 @@ def fwd(
       ValueError: for shapes and values; TypeError: for dtypes and for a traced `scale` or
         `lower_bound`. Malformed values in `cu_seqlens` are an error on the CPU and NaN results on
         the GPU.
+      NotImplementedError: where it is differentiated, in either mode: `chunk_kda` has gradients.
     """
     state_name = "initial_state"
     pooled = state_indices is not None or output_state_indices is not None
@@ -109,7 +110,9 @@ def fwd(
     out_buffer, state_buffer = validate.buffers(
         operands, _read(out), None if in_place else _read(final_state)
     )
-    config = primitive.Config("chunk", state_name, **options, implementation=None)
+    config = primitive.Config(
+        "chunk", state_name, **options, implementation=None, differentiable=False
+    )
     o, S = primitive.fwd(config, *operands, out=out_buffer, final_state=state_buffer)
     o = _write(out, o)
     return o if final_state is None else (o, _write(final_state, S))
@@ -147,8 +150,10 @@ def chunk_kda(
     for each sequence and value head, with S of shape [V, K] (Kimi Linear, arXiv:2510.26692,
     equation 1). The state is float32 throughout; g and beta are used as given, never rounded.
 
-    The kernels have a rule for reverse mode: `jax.grad`, `jax.vjp` and `jax.jacrev`. Forward mode
-    (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) needs implementation="reference".
+    The kernels have gradients: `jax.grad`, `jax.vjp` and `jax.jacrev`, of any order. Forward mode
+    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`) is a TypeError of JAX but with
+    implementation="reference". For `jax.checkpoint` each argument and result has the name "kda_"
+    and its own: "kda_q", "kda_o", "kda_final_state".
 
     Args:
       q, k: queries and keys [B, T, H, K], bfloat16 or float32; K from 1 to 256.
@@ -317,5 +322,5 @@ def _write(buffer, result):
     """Stores a result in the Ref it is meant for, if any; it is not returned as well."""
     if not isinstance(buffer, jax.Ref):
         return result
-    buffer[...] = jax.lax.stop_gradient(result)
+    buffer[...] = result
     return None

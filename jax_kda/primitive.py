@@ -5,6 +5,7 @@ under one target name on both platforms; `kda_chunk_bwd` is the gradient of both
 `fwd`, outermost first:
 
     jit                  eager calls are partitioned too; one trace per shape and `Signature`
+    checkpoint_name      of every operand and result, for policies of jax.checkpoint
     auto_axes, pcast     inside, explicit mesh axes are automatic and all operands vary alike
     custom_vjp           keeps the operands; the gradient is a call of its own, in layers like these
                          from here on, and the reference's where it is differentiated again
@@ -29,7 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -210,6 +213,7 @@ class Config(NamedTuple):
     l2norm: bool
     output_final_state: bool
     implementation: str | None  # None, "ffi" or "reference"
+    differentiable: bool = True
 
 
 class Signature(NamedTuple):
@@ -332,7 +336,7 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
 
 def _reference(sig: Signature, x: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     options = sig.config._asdict()
-    for name in ("op", "state_name", "implementation"):
+    for name in ("op", "state_name", "implementation", "differentiable"):
         del options[name]
     inputs = {name: value for name, value in x.items() if name not in _BUFFERS}
     o, state = reference.chunk_fwd(**inputs, **options)
@@ -519,11 +523,11 @@ def _batch(sig: Signature, size: int, batched: Sequence[bool], operands: Sequenc
 
 
 def _backward(sig: Signature, inputs: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]):
-    """Cotangents of all operands of a forward call, None for offsets, indices and buffers."""
+    """Cotangents of all operands of a forward call, None for offsets and indices."""
     if sig.pooled:
         gradients = _cotangents(functools.partial(_reference, sig), inputs, cotangents)
         return tuple(map(gradients.get, sig.names))
-    operands = {name: inputs[name] for name in sig.names if name in inputs}  # residuals are sorted
+    operands = {name: inputs[name] for name in sig.names}  # residuals are sorted
     operands |= dict(zip(("do", "dfinal_state"), cotangents, strict=False))
     gradient = Signature(sig.config, tuple(operands), sig.offsets_step)
     results = dict(zip(_results(gradient), _op(gradient)(*operands.values()), strict=True))
@@ -593,12 +597,33 @@ def _op(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     differentiable = jax.custom_vjp(batched)
 
     def forward(*operands):  # itself differentiable, for second derivatives
-        inputs = {name: a for name, a in sig.named(operands).items() if name not in _BUFFERS}
-        return differentiable(*operands), inputs
+        return differentiable(*operands), sig.named(operands)
 
     backward = _backward_of_gradient if sig.is_gradient else _backward
     differentiable.defvjp(forward, functools.partial(backward, sig))
     return differentiable
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refuse_derivatives(sig: Signature, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    del sig
+    return operands
+
+
+@functools.partial(_refuse_derivatives.defjvp, symbolic_zeros=True)
+def _(sig, _, tangents):
+    names = {name: name for name in sig.names} | {"initial_state": sig.config.state_name}
+    moving = [n for n, t in sig.named(tangents[0]).items() if not isinstance(t, SymbolicZero)]
+    raise NotImplementedError(
+        "`fwd` must not be differentiated: it writes into buffers. Use `chunk_kda` with "
+        "use_qk_l2norm_in_kernel, use_gate_in_kernel and use_beta_sigmoid_in_kernel, which is the "
+        "same as a function, or jax.lax.stop_gradient on the arguments; got a derivative with "
+        f"respect to {', '.join(f'`{names[n]}`' for n in moving)}"
+    )
+
+
+def _checkpoint_name(name: str, a: jax.Array) -> jax.Array:
+    return checkpoint_name(a, f"kda_{name}")
 
 
 @functools.cache
@@ -606,7 +631,11 @@ def _build(sig: Signature) -> Callable[..., tuple[jax.Array, ...]]:
     def run(*operands):
         plain = sig.config.implementation == "reference"
         op = (lambda *a: _reference(sig, sig.named(a))) if plain else _op(sig)
-        return _in_plain_axes(sig, op, operands)
+        operands = tuple(map(_checkpoint_name, sig.names, operands))
+        if not sig.config.differentiable:
+            operands = _refuse_derivatives(sig, operands)
+        results: Any = _in_plain_axes(sig, op, operands)
+        return tuple(map(_checkpoint_name, _results(sig), results))
 
     run.__name__ = run.__qualname__ = sig.target  # in profiles, logs and XLA's modules
     return jax.jit(run)

@@ -18,6 +18,12 @@ def platform(request: pytest.FixtureRequest) -> Iterator[Platform]:
         yield request.param
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
     for item in items:

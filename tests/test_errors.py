@@ -634,37 +634,58 @@ def test_results_have_one_structure_for_every_length():
 
 # ---- The handlers --------------------------------------------------------------------------------
 
+# What Python refuses before, or never does: a handler trusts nobody.
 
-@pytest.mark.parametrize(
-    ("indices", "output_final_state", "got"),
-    [(("state_indices",), False, "no final state"), ((), True, "no pool")],
-)
-def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, output_final_state, got):
-    """What Python refuses before: a handler trusts nobody."""
-    x = arguments(initial_state=zeros(B, HV, V, K))
-    x |= {name: jnp.zeros(B, jnp.int32) for name in indices}
-    x["checkpoint_indices"] = jnp.zeros((B, T // 64), jnp.int32)
+
+def handler_raises(message: str, x: dict[str, Any], output_final_state: bool = False) -> None:
     config = primitive.Config(
         "chunk", "initial_state", 1.0, None, "activated", "probability", False,
         output_final_state, "ffi",
     )  # fmt: skip
     sig = primitive.Signature(config, tuple(x), 0)
     call = jax.jit(lambda *operands: primitive._ffi_call(sig, "cpu", *operands))
-    message = f"`checkpoint_indices` must come with .* and with a final state; got {got}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(*x.values()))
+
+
+@pytest.mark.parametrize(
+    ("indices", "output_final_state", "got"),
+    [(("state_indices",), False, "no final state"), ((), True, "no pool")],
+)
+def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, output_final_state, got):
+    x = arguments(initial_state=zeros(B, HV, V, K))
+    x |= {name: jnp.zeros(B, jnp.int32) for name in indices}
+    x["checkpoint_indices"] = jnp.zeros((B, T // 64), jnp.int32)
+    message = f"`checkpoint_indices` must come with .* and with a final state; got {got}"
+    handler_raises(message, x, output_final_state)
 
 
 def test_handler_cuts_no_scan_into_less_than_nothing(monkeypatch):
     attributes = primitive._attributes
     monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig, segment_chunks=-1))
-    x = arguments()
-    config = primitive.Config(
-        "chunk", "initial_state", 1.0, None, "activated", "probability", False, False, "ffi"
-    )
-    sig = primitive.Signature(config, tuple(x), 0)
-    call = jax.jit(lambda *operands: primitive._ffi_call(sig, "cpu", *operands))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="`segment_chunks` must not be negative; got -1"
-    ):
-        jax.block_until_ready(call(*x.values()))
+    handler_raises("`segment_chunks` must not be negative; got -1", arguments())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "rule"),
+    [
+        ("q", jnp.float16, "BF16 or F32; got F16"),
+        ("k", jnp.bfloat16, "F32; got BF16"),
+        ("v", jnp.bfloat16, "F32; got BF16"),
+        ("g", jnp.float16, "BF16 or F32; got F16"),
+        ("beta", jnp.int32, "BF16 or F32; got S32"),
+        ("initial_state", jnp.float16, "BF16 or F32; got F16"),
+        ("do", jnp.bfloat16, "F32; got BF16"),
+        ("dfinal_state", jnp.float16, "BF16 or F32; got F16"),
+    ],
+)
+def test_handler_of_the_gradient_refuses_dtypes(name: str, dtype: Any, rule: str):
+    state = zeros(B, HV, V, K)
+    x = arguments(initial_state=state, do=zeros(B, T, HV, V), dfinal_state=state)
+    x[name] = x[name].astype(dtype)
+    handler_raises(f"`{name}` must have dtype {rule}", x, output_final_state=True)
+
+
+def test_handler_of_the_gradient_refuses_pools():
+    x = arguments(initial_state=zeros(B, HV, V, K), state_indices=jnp.zeros(B, jnp.int32))
+    handler_raises("`state_indices`.* must not be given", x | {"do": zeros(B, T, HV, V)})

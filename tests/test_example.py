@@ -1,5 +1,6 @@
 """examples/train_bytes.py from end to end, very small: it learns, stops, resumes and writes."""
 
+import dataclasses
 import importlib.util
 import itertools
 import re
@@ -17,6 +18,9 @@ for module in ("flax", "matplotlib", "optax", "safetensors", "tqdm"):
     pytest.importorskip(module, reason="needs jax_kda[examples]")
 
 from flax import nnx  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+import jax_kda  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples/train_bytes.py"
 TINY = ["--size", "tiny", "--count", "20"]
@@ -42,7 +46,9 @@ def script() -> Any:
 def test_trains_stops_resumes_and_writes(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    whole = script.main([*TINY, "--out", str(tmp_path / "whole"), "--without-kda"])
+    whole = script.main(
+        [*TINY, "--out", str(tmp_path / "whole"), "--without-kda", "--reference", "15"]
+    )
     output = capsys.readouterr().out
     assert whole["training loss"] < np.log(256) < whole["entropy"] * 2
     assert set(whole) == {
@@ -56,7 +62,14 @@ def test_trains_stops_resumes_and_writes(
         r"\n----\ndef __init__\(self, .*\n----\n\d+ bytes, \d+ bytes/s\n$", output, re.DOTALL
     )
     assert (tmp_path / "whole/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "whole/without_kda.safetensors").exists()
+    for name, steps in {"kernels": 20, "plain JAX": 15, "without KDA": 20}.items():
+        assert re.search(rf"^{name}: {steps} steps, [\d,]+ bytes/s$", output, re.MULTILINE)
+    curves = [
+        load_file(tmp_path / f"whole/{name}.safetensors")["losses"]
+        for name in ("model", "reference", "without_kda")
+    ]
+    np.testing.assert_allclose(curves[0][:15], curves[1], rtol=1e-4)
+    assert np.max(np.abs(curves[0] - curves[2])) > 0.01
 
     parts = [*TINY, "--out", str(tmp_path / "parts")]
     script.main([*parts, "--stop", "7"])
@@ -67,6 +80,31 @@ def test_trains_stops_resumes_and_writes(
 
     with pytest.raises(SystemExit, match="is from other settings"):
         script.main([*parts, "--steps", "30"])
+
+
+def test_mixed_precision(script: Any, monkeypatch: pytest.MonkeyPatch):
+    """As on the GPU: the kernels get bfloat16; parameters, gradients and optimiser are float32."""
+    from jax_kda import layers
+
+    operands = []
+
+    def chunk_kda(*arrays: Any, **options: Any) -> Any:
+        operands.append([a.dtype for a in arrays])
+        return jax_kda.chunk_kda(*arrays, **options)
+
+    monkeypatch.setattr(layers, "chunk_kda", chunk_kda)
+    assert script.SIZES["large"].dtype == "bfloat16"
+    size = dataclasses.replace(script.SIZES["tiny"], dtype="bfloat16")
+    corpus = script.Corpus([bytes([i + 1] * 70) for i in range(9)])
+    model = script.ByteModel(size, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, script.transformation(size), wrt=nnx.Param)
+    gradients = nnx.jit(nnx.grad(lambda model, rows: model.loss(rows)))(model, corpus.rows(size, 0))
+    loss = script.train_step(model, optimizer, corpus.rows(size, 0), True)
+    assert operands == [[jnp.bfloat16] * 4 + [jnp.float32]] * 4  # two layers, traced twice
+    assert loss.dtype == jnp.float32 and np.isfinite(loss)
+    for node in (gradients, nnx.state(model), nnx.state(optimizer)):
+        arrays = [a for a in jax.tree.leaves(node) if jnp.issubdtype(a.dtype, jnp.floating)]
+        assert arrays and all(a.dtype == jnp.float32 for a in arrays)
 
 
 def test_layers_can_be_saved_for_other_implementations(script: Any, tmp_path: Path):

@@ -185,6 +185,28 @@ def test_golden(vector_id: tuple[str, str]):
         assert_close(actual[name], expected, limit, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("refused", ["q", "dfinal_state"])
+def test_dtypes_that_python_never_gives_are_refused(refused: str):
+    """By the handler. A cotangent has its primal's dtype, and float32 goes to plain JAX."""
+    bf16, f32, state = jnp.bfloat16, jnp.float32, (1, 2, 128, 128)
+    wide = f32 if refused == "q" else bf16
+    x = {name: jnp.zeros((1, 70, 2, 128), wide) for name in ("q", "k", "v", "g")}
+    x |= {"beta": jnp.zeros((1, 70, 2)), "initial_state": jnp.zeros(state)}
+    x |= {"do": jnp.zeros((1, 70, 2, 128), wide), "dfinal_state": jnp.zeros(state, wide)}
+    config = primitive.Config(
+        "chunk", "initial_state", 1.0, None, "activated", "probability", False, True, "ffi"
+    )
+    sig = primitive.Signature(config, tuple(x), 0)
+    rules = {
+        "q": "`q`, `k` and `v` of dtype bfloat16; got float32",
+        "dfinal_state": "`dfinal_state` of the dtype of `initial_state`, float32; got bfloat16",
+    }
+    call = jax.jit(lambda *operands: primitive._ffi_call(sig, "cuda", *operands))
+    gpu = jax.local_devices(backend="gpu")[0]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"needs {rules[refused]}"):
+        jax.block_until_ready(call(*jax.device_put(tuple(x.values()), gpu)))
+
+
 def test_the_kernel_runs():
     x, options = make_inputs(wide(CASES["one_token"]), jnp.bfloat16)
     loss = lambda x: jnp.sum(op(x, **options)[0].astype(jnp.float32))

@@ -1,6 +1,6 @@
 """Gradients of the op against plain JAX in float64, by whatever the platform runs.
 
-The CPU has a kernel of its own, `kda_chunk_bwd`; tests/test_transforms.py has what JAX makes of it.
+The CPU has a kernel of its own, `kda_chunk_bwd`. What JAX makes of it: tests/test_derivatives.py.
 """
 
 import functools
@@ -170,3 +170,30 @@ def test_what_runs():
     for f in (op, step):
         assert "kda_chunk_bwd" in lower(f, x)
     assert "kda_chunk_bwd" not in lower(functools.partial(op, state_indices=[0, 1, 2]), x)
+
+
+@pytest.mark.parametrize(
+    "dtype, kept, besides", [("bfloat16", 1026, 1538), ("float32", 1284, 1796)]
+)
+@pytest.mark.parametrize("T, H", [(64, 2), (1000, 2), (131072, 32)])
+def test_memory_is_what_the_docs_say(T: int, H: int, dtype: str, kept: int, besides: int):
+    """Compiled, never run: bytes a token and head of docs/training.md, 64 KiB a state, no more."""
+    x, options = make_inputs(Case(T=1, H=H, K=128, V=128, gate_dtype=dtype), jnp.bfloat16)
+    tokens = lambda a: (1, T, *a.shape[2:]) if a.shape[:2] == (1, 1) else a.shape
+    types = {name: jax.ShapeDtypeStruct(tokens(a), a.dtype) for name, a in x.items()}
+    f = functools.partial(op, **options)
+    parameters, state = H * (1 + 128) * 4, H * 128 * 128 * 4
+
+    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], types))
+    nbytes = sum(a.size * a.dtype.itemsize for a in residuals)
+    assert nbytes == T * H * kept + parameters + state
+
+    def both(x, cotangents):
+        results, pullback = jax.vjp(f, x)
+        return results, pullback(cotangents)[0]
+
+    memory: Any = jax.jit(both).lower(types, jax.eval_shape(f, types)).compile().memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    tables = 1024  # of pointers
+    expected = T * H * (kept + besides) + 2 * parameters + 4 * state
+    assert expected <= total + memory.temp_size_in_bytes <= expected + tables

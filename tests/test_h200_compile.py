@@ -322,6 +322,31 @@ def test_a_step_of_20_layers_copies_no_state(h200s, pooled, steps):
     assert memory.temp_size_in_bytes < nbytes(state)
 
 
+@pytest.mark.parametrize(
+    "T, H, limit", [(1024, 4, 1e9), (2048, 4, 1e9), (8192, 96, 5e9), (131072, 32, 100e9)]
+)
+def test_memory_of_training_is_what_the_docs_say(h200s, T, H, limit):
+    """docs/training.md: operands, results and the gradient's workspace, in the forward's place."""
+    x, do, state = types(B=1, T=T, H=H, HV=H)
+
+    def both(x, state, cotangents):
+        results, pullback = jax.vjp(chunk_kda, x, state)
+        return results, pullback(cotangents)
+
+    arguments = place(SingleDeviceSharding(h200s.devices[0]), (x, state, (do, state)))
+    memory: Any = jax.jit(both).lower(*arguments).compile().memory_analysis()
+    workspaces = (
+        primitive.chunk_fwd_workspace_bytes(1, T, H, 1, False),
+        primitive.chunk_bwd_workspace_bytes(1, T, H, H, 1, False),
+    )
+    arrays = nbytes(*x.values(), do, state, state)
+    assert arrays == T * H * (1026 + 256) + H * (129 + 2 * 128 * 128) * 4
+    assert memory.argument_size_in_bytes == arrays
+    assert arrays <= memory.output_size_in_bytes <= arrays + 1024
+    assert memory.temp_size_in_bytes <= max(workspaces) + 1024
+    assert 2 * arrays + memory.temp_size_in_bytes < limit
+
+
 def test_heads_of_a_pool_shard_in_place_without_collectives(h200s):
     x, _, _ = types(B=4, T=1)
     mesh = topologies.make_mesh(h200s, (4,), ("heads",))

@@ -21,10 +21,7 @@ STATIC = {"scale": None, "lower_bound": None}
 fwd = functools.partial(jax_kda.fwd, **STATIC)
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def make(seed=0, *, B=2, T=70, H=2, HV=4, K=16, V=8, N=None):
