@@ -79,6 +79,7 @@ def emulated(library: Path) -> Iterator[None]:
         capsule = jax.ffi.pycapsule(getattr(handlers, f"emulated_{name}"))
         jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")
     call, target = primitive._ffi_call, primitive.Signature.target.fget
+    assert target is not None  # of a property
 
     def run(_: Any, x: dict[str, Any], f: Any = op, **options: Any) -> Any:
         return tuple(np.asarray(result) for result in f(x, **options, implementation="ffi"))
