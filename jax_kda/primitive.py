@@ -116,6 +116,33 @@ def chunk_slots(B: Any, T: Any, M: Any, packed: bool) -> Any:
     return B * ((T + 63 * M) // 64) if packed else B * ((T + 63) // 64)
 
 
+def _shortest(
+    sizes: tuple[Any, ...],
+    scan: Callable[[int, int], int],
+    cut: Callable[[int, int], int],
+    summaries: Callable[[int], int],
+) -> int:
+    """Chunks a segment that take the least time, 0 if that is to scan sequences whole, or if
+    `sizes` (B, T, HV, M, packed) are symbolic.
+
+    Times are in ns: `scan` of so many chains of so many chunks, `cut` what so many segments of so
+    many chunks take besides. `summaries` is the blocks a chain has for them, all at once.
+    """
+    B, T, HV, M, packed = sizes
+    if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
+        return 0
+    N, chains = B * M, B * M * HV
+    chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
+    best, time = 0, scan(chains, chunks)
+    for segments in range(2, _SMS // chains + 1):
+        if summaries(segments) * chains > _SMS:
+            break
+        length = -(-chunks // segments)
+        if (total := cut(segments, length) + scan(segments * chains, length)) < time:
+            best, time = length, total
+    return best
+
+
 def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     """Chunks a segment, where kda_chunk_fwd on CUDA cuts its scan; 0 where sequences are scanned
     whole, as with symbolic dimensions.
@@ -124,48 +151,32 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     three passes: what each segment does to a state, the states between them, and the scan proper.
     Costs in ns, measured on one H200: docs/kernels.md.
     """
-    if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
-        return 0
-    N, chains = B * M, B * M * HV
-    chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
 
-    def scan(blocks: int, length: int) -> int:
-        latency = 1250 if 2 * blocks <= _SMS else 1700  # with V on two SMs where they suffice
-        return length * max(latency, 27 * blocks)  # or what memory allows
+    def scan(chains: int, length: int) -> int:
+        latency = 1250 if 2 * chains <= _SMS else 1700  # with V on two SMs where they suffice
+        return length * max(latency, 27 * chains)  # or what memory allows
 
-    best, time = 0, scan(chains, chunks)
-    for segments in range(3, _SMS // chains + 1):
-        length = -(-chunks // segments)
-        summaries = 2 * segments - 3  # contributions but of the last, transitions but of the ends
-        if summaries * chains > _SMS:
-            break
-        between = 20_000 + 1450 * length + 1000 * (segments - 2)
-        if (cut := between + scan(segments * chains, length)) < time:
-            best, time = length, cut
-    return best
+    return _shortest(
+        (B, T, HV, M, packed),
+        scan,
+        lambda segments, length: 20_000 + 1450 * length + 1000 * (segments - 2),
+        lambda segments: 2 * segments - 3,  # of states but the last, transitions but of the ends
+    )
 
 
 def gradient_segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     """The same for kda_chunk_bwd, whose two scans run side by side and share the transitions."""
-    if not all(isinstance(size, int) for size in (B, T, HV, M)) or B * M * HV * T == 0:
-        return 0
-    N, chains = B * M, B * M * HV
-    chunks = -(-chunk_slots(B, T, M, packed) // N)  # of a sequence, were all alike
 
     def scans(chains: int, length: int) -> int:
         latency = 1850 if 4 * chains <= _SMS else 2700
         return length * max(latency, 72 * chains)
 
-    best, time = 0, scans(chains, chunks)
-    for segments in range(2, _SMS // chains + 1):
-        length = -(-chunks // segments)
-        summaries = 3 * segments - 4  # of S, of dS and transitions, but of the ends
-        if summaries * chains > _SMS:
-            break
-        between = 22_000 + 2100 * length + 1000 * (segments - 2)
-        if (cut := between + scans(segments * chains, length)) < time:
-            best, time = length, cut
-    return best
+    return _shortest(
+        (B, T, HV, M, packed),
+        scans,
+        lambda segments, length: 22_000 + 2100 * length + 1000 * (segments - 2),
+        lambda segments: 3 * segments - 4,  # of S, of dS and transitions, but of the ends
+    )
 
 
 def _segments(B: Any, NT: Any, M: Any, packed: bool, cut: int) -> Any:

@@ -43,8 +43,8 @@ __device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4
 }
 
 // (I + L)^-1 in place of L, 64x64 in ten blocks, by four warps. Diagonal blocks by forward
-// substitution, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows. `scratches`
-// holds four blocks, `barrier` is a named one for the warps.
+// substitution, on two of them, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32
+// rows. `scratches` holds four blocks, `barrier` is a named one for the warps.
 __device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, int barrier,
                                                 int warp, int lane) {
   const uint32_t scratch = scratches + warp * kBlock;
