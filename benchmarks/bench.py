@@ -209,13 +209,11 @@ def main() -> int:
     else:
         parser.error("no device answered")
     patterns = args.cases.split(",") if args.cases else None
-    names = [
-        name
-        for name, case in CASES.items()
-        if (
-            any(fnmatch.fnmatch(name, p) for p in patterns) if patterns else case.device == platform
-        )
-    ]
+    if patterns:  # in their order: peers may have no time for the last
+        names = [name for p in patterns for name in CASES if fnmatch.fnmatch(name, p)]
+        names = list(dict.fromkeys(names))
+    else:
+        names = [name for name, case in CASES.items() if case.device == platform]
     if not names:
         parser.error(f"no case matches {args.cases}")
     if args.implementations:

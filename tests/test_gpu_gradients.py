@@ -19,10 +19,18 @@ from jax_kda import primitive
 
 pytestmark = pytest.mark.gpu
 
-# RMS ratios. dA_log is a sum over a whole head in which almost everything cancels; dbeta, one
-# number a token from rows of bf16, cancels where keys repeat, and where q and k come as given, in
-# bf16 too.
-BOUND, BOUND_A_LOG, BOUND_BETA = 8e-3, 3e-2, 1.5e-2
+BOUND = 8e-3  # of RMS ratios
+# Those of FLA 0.6.0 in bf16 on the golden vectors with heads of 128, by which ours are measured.
+FLA_GOLDEN = {
+    "a01_lower_bound": {
+        "q": 0.0030, "k": 0.0033, "v": 0.0028, "g": 0.0033, "dt_bias": 0.0031,
+        "initial_state": 0.0024,
+    },
+    "a02_softplus": {
+        "q": 0.0028, "k": 0.0037, "v": 0.0035, "g": 0.0041, "beta": 0.0033, "A_log": 0.0121,
+        "dt_bias": 0.0032, "initial_state": 0.0016,
+    },
+}  # fmt: skip
 
 
 def on_gpu(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[str, Any]:
@@ -36,7 +44,21 @@ def true_gradients(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[s
         return gradients(wide, cotangents, **options, implementation="reference")
 
 
-def check(x: dict[str, Any], hard_beta: bool = False, **options: Any) -> dict[str, Any]:
+def check_A_log(actual: Any, x: dict[str, Any], expected: dict[str, Any], **options: Any) -> None:
+    """Against the size that such sums have: almost everything cancels in the one number of a head,
+    and in few heads more than usual. Without a sign in common the terms add up to that size.
+    """
+    dz = np.asarray(expected["g"])
+    z = x["g"].astype(np.float64) + x["dt_bias"].reshape(dz.shape[2:])
+    if options["lower_bound"] is None:
+        z = np.logaddexp(0, z) * (1 + np.exp(-z))  # softplus over its slope
+    terms = np.sum((z * dz) ** 2, axis=(0, 1, 3))
+    size = max(np.mean(terms), np.mean(expected["A_log"] ** 2)) ** 0.5
+    error = np.mean((np.asarray(actual, np.float64) - expected["A_log"]) ** 2) ** 0.5
+    assert error <= BOUND * size, f"gradient of A_log is off by {error:.2e} of {size:.2e}"
+
+
+def check(x: dict[str, Any], **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     # Cotangents have the dtypes of the results: rounded before, they are the same in both calls.
     state_dtype = x.get("initial_state", np.zeros(0, np.float32)).dtype
     dtypes = (jnp.bfloat16, state_dtype)
@@ -48,12 +70,11 @@ def check(x: dict[str, Any], hard_beta: bool = False, **options: Any) -> dict[st
     expected = true_gradients(x, cotangents, **options)
     for name, gradient in actual.items():
         assert gradient.dtype == x[name].dtype
-        hard = {"A_log": BOUND_A_LOG}
-        if hard_beta or not options["use_qk_l2norm_in_kernel"]:
-            hard["beta"] = BOUND_BETA
-        limit = hard.get(name, BOUND)
-        assert_close(gradient, expected[name], limit, f"gradient of {name}")
-    return actual
+        if name == "A_log":
+            check_A_log(gradient, x, expected, **options)
+        else:
+            assert_close(gradient, expected[name], BOUND, f"gradient of {name}")
+    return actual, expected
 
 
 def wide(case: Case) -> Case:
@@ -110,10 +131,10 @@ def test_zero_queries_keys_and_betas():
 
 
 def test_repeated_keys():
-    case = Case(T=100, H=1, gate="activated", log_decay=-1e-3)
+    case = Case(T=100, H=4, gate="activated", log_decay=-1e-3)
     x, options = make_inputs(wide(case), jnp.bfloat16)
     x["k"][:] = x["k"][:, :1]
-    check(x, hard_beta=True, **options)
+    check(x, **options)
 
 
 def test_tokens_of_no_sequence_are_not_read():
@@ -154,6 +175,22 @@ def test_many_chunks():
     check(x, **options)
 
 
+@pytest.mark.parametrize("T, H", [(512, 32), (8192, 8)])
+@pytest.mark.parametrize("gate", ["strong", "weak"])
+def test_many_heads(gate: str, T: int, H: int):
+    """What the gradients are promised to be, A_log's as any other."""
+    case = Case(T=T, H=H, gate="lower_bound", lower_bound=-5.0, gate_dtype="bfloat16")
+    x, options = make_inputs(wide(case), jnp.bfloat16)
+    if gate == "weak":  # decays of 0.99 to 0.9999 a token, small writes
+        rng = np.random.default_rng(3)
+        x["g"] = (-10.8 + 4.6 * rng.random(x["g"].shape)).astype(jnp.bfloat16)
+        x["beta"] = (x["beta"] - 3).astype(jnp.bfloat16)
+        x["A_log"] = np.zeros_like(x["A_log"])
+        x["dt_bias"] = np.zeros_like(x["dt_bias"])
+    actual, expected = check(x, **options)
+    assert_close(actual["A_log"], expected["A_log"], BOUND, "gradient of A_log")
+
+
 CUTS = {
     "dense": Case(T=2500, B=2, H=1, HV=2),
     "weak": Case(T=2500, gate="activated", log_decay=-1e-3),
@@ -181,7 +218,8 @@ def test_golden(vector_id: tuple[str, str]):
     x = {n: a.astype(jnp.bfloat16) if n in narrow else a for n, a in vector.operands.items()}
     actual = on_gpu(x, vector.cotangents, **vector.options)
     for name, expected in vector.gradients.items():
-        limit = 3e-2 if name == "A_log" or vector.file.startswith("a08") else BOUND
+        figure = FLA_GOLDEN[vector.file].get(name)  # of a01's beta one token decides, of A_log two
+        limit = BOUND if figure is None else 1.5 * figure
         assert_close(actual[name], expected, limit, f"gradient of {name}")
 
 

@@ -6,7 +6,6 @@
 #include "chunk_bwd_gradients_sm90.cuh"
 #include "chunk_bwd_scan_sm90.cuh"
 #include "chunk_bwd_sums_sm90.cuh"
-#include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
 #include "launch_sm90.cuh"
 
@@ -61,10 +60,7 @@ ffi::Error LaunchSummaries(const BwdParams& b, const sm90::BwdWorkspace& ws, cud
   RETURN_IF_ERROR(Launch("ChunkBwdSummariseKernel", sm90::ChunkBwdSummariseKernel<Operand>,
                          {grid, Config::kThreads, Config::kBytes, true}, stream, v_map, do_map, b,
                          Reverse(b), ws));
-  using Combine = sm90::CombineConfig;
-  const dim3 combine_grid(p.B * p.M * p.HV, kHead / Combine::kRows, 2);
-  return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
-                {combine_grid, Combine::kThreads, Combine::kBytes, true}, stream, p, ws.fwd);
+  return sm90::LaunchCombine(p, ws.fwd, 2, stream);
 }
 
 template <bool kL2Norm, Gate kGate, typename G>
@@ -154,7 +150,8 @@ ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
   }
   if (p.B == 0 || (b.dA_log == nullptr && b.ddt_bias == nullptr)) return ffi::Error::Success();
   return Launch("ChunkBwdSumsKernel", sm90::ChunkBwdSumsKernel,
-                {dim3(p.B * p.HV), sm90::SumsConfig::kThreads, 0, true}, stream, b, ws);
+                {dim3(p.B * p.HV, sm90::SumsConfig::kShares), sm90::SumsConfig::kThreads, 0, true},
+                stream, b, ws);
 }
 
 }  // namespace jax_kda

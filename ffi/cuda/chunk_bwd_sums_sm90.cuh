@@ -1,7 +1,8 @@
 // Sums: what the chunks of a row add to dA_log and ddt_bias, in one order whatever the grid is.
 //
-// Grid: x = (row, value head). Block: parts of 288 threads, of which 272 take a number each; part i
-// adds up every kParts-th chunk from the i-th on, and the parts are added in order.
+// Grid: x = (row, value head), y = share: 32 channels of ddt_bias, of both halves of a chunk's
+// tokens, or dA_log. Block: parts of 64 threads, a number each; part i adds up every kParts-th
+// chunk from the i-th on, and the parts are added in order.
 #pragma once
 
 #include <cmath>
@@ -11,8 +12,10 @@
 namespace jax_kda::sm90 {
 
 struct SumsConfig {
-  static constexpr int kParts = 3, kWidth = 288, kThreads = kParts * kWidth;
-  static_assert(kWidth >= kParameterSums && kThreads <= 1024);
+  static constexpr int kParts = 16, kWidth = 64, kThreads = kParts * kWidth;
+  static constexpr int kChannels = kWidth / 2, kShares = kHead / kChannels + 1;
+  static constexpr int kOfALog = kParameterSums - 2 * kHead;  // numbers
+  static_assert(kWidth >= kOfALog && kThreads <= 1024);
 };
 
 static __global__ void __launch_bounds__(SumsConfig::kThreads)
@@ -23,6 +26,9 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   const FwdParams& p = b.fwd;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV, row = blockIdx.x / HV;
   const int part = threadIdx.x / C::kWidth, i = threadIdx.x % C::kWidth;
+  const bool of_A_log = blockIdx.y == C::kShares - 1;
+  const int channel = blockIdx.y * C::kChannels + i % C::kChannels;
+  const int number = of_A_log ? 2 * kHead + i : i / C::kChannels * kHead + channel;
   GriddepcontrolWait();
   int64_t first = row * (ws.fwd.NT / p.B), end = first + ws.fwd.NT / p.B;
   bool malformed = false;
@@ -34,9 +40,9 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
     malformed = last.malformed;
   }
   float sum = 0.f;
-  if (i < kParameterSums && p.gate != Gate::kActivated) {  // else nothing was written
-    const float* from = ws.parameter_sums + h * kParameterSums + i;
-#pragma unroll 16
+  if (number < kParameterSums && p.gate != Gate::kActivated) {  // else nothing was written
+    const float* from = ws.parameter_sums + h * kParameterSums + number;
+#pragma unroll 8
     for (int64_t c = first + part; c < end; c += C::kParts) {
       sum += from[c * HV * kParameterSums];
     }
@@ -48,12 +54,12 @@ static __global__ void __launch_bounds__(SumsConfig::kThreads)
   if (malformed) sum = NAN;
   parts[0][i] = sum;
   BarSync(1, C::kWidth);
-  if (i < kHead && b.ddt_bias != nullptr) {
-    b.ddt_bias[int64_t{blockIdx.x} * kHead + i] = sum + parts[0][kHead + i];
-  }
-  if (i == 2 * kHead && b.dA_log != nullptr) {
-    for (int w = i + 1; w < kParameterSums; ++w) sum += parts[0][w];
+  if (of_A_log) {
+    if (i > 0 || b.dA_log == nullptr) return;
+    for (int w = 1; w < C::kOfALog; ++w) sum += parts[0][w];
     b.dA_log[blockIdx.x] = sum;
+  } else if (i < C::kChannels && b.ddt_bias != nullptr) {
+    b.ddt_bias[int64_t{blockIdx.x} * kHead + channel] = sum + parts[0][i + C::kChannels];
   }
 }
 

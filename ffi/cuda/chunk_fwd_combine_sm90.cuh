@@ -4,22 +4,26 @@
 //
 // in plain fp32, sums in a fixed order. Rows of V never meet: a block takes kRows of them, of one
 // sequence and head, and transitions stream through two stages of shared memory. In a product a
-// warp takes 16 of K, a lane 4 columns of all rows; for its sum a warp takes a row.
+// warp takes 16 of K, a lane 4 columns of all rows; for its sum a warp takes one row in 8. Whatever
+// kRows is the bits are the same.
 //
 // The gradient's reverse scan takes them from the last to the first, z = 1: its contributions and
 // transitions come after the others.
 //
-// Grid: x = (sequence, value head), y = rows, z as above. Block: 8 warps, 167,952 bytes.
+// Grid: x = (sequence, value head), y = rows, z as above. Block: 8 warps, 167,952 bytes with 8
+// rows, 204,816 with 16.
 #pragma once
 
 #include "chunk_fwd_scan_sm90.cuh"
 
 namespace jax_kda::sm90 {
 
+template <int kRows_>
 struct CombineConfig {
-  static constexpr int kRows = 8, kWarps = 8, kThreads = 32 * kWarps, kStages = 2;
-  static constexpr int kPart = kHead / kWarps;  // of K, of a warp
-  static_assert(kRows == kWarps && kHead == 32 * 4);
+  static constexpr int kRows = kRows_, kWarps = 8, kThreads = 32 * kWarps, kStages = 2;
+  static constexpr int kPart = kHead / kWarps;     // of K, of a warp
+  static constexpr int kOwnRows = kRows / kWarps;  // of a warp
+  static_assert(kRows % kWarps == 0 && kHead == 32 * 4);
 
   // Shared memory, bytes; all numbers are fp32.
   static constexpr int kTransitions = 0;                            // [stages] [K, K]
@@ -29,10 +33,11 @@ struct CombineConfig {
   static constexpr int kBytes = kFull + 8 * kStages;
 };
 
-static __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
+template <int kRows>
+__global__ void __launch_bounds__(CombineConfig<kRows>::kThreads, 1)
     ChunkFwdCombineKernel(const __grid_constant__ FwdParams p,
                           const __grid_constant__ Workspace ws) {
-  using C = CombineConfig;
+  using C = CombineConfig<kRows>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -59,14 +64,23 @@ static __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
     FenceMbarrierInit();
     for (int i = 1; i < last && i <= C::kStages; ++i) load_transition(i);
   }
+  // This warp's rows are `warp` and, of 16, `warp` + 8.
   float* const own = ws.segment_states + (blockIdx.y * C::kRows + warp) * kHead + 4 * lane;
-  auto own_at = [&](int64_t i) { return reinterpret_cast<float4*>(own + segment_at(i)); };
+  auto own_at = [&](int64_t i, int r) {
+    return reinterpret_cast<float4*>(own + segment_at(i) + r * C::kWarps * kHead);
+  };
   const uint32_t own_state = smem + C::kStates + (warp * kHead + 4 * lane) * 4;
-  float4 S = *own_at(0);
+  float4 S[C::kOwnRows], next[C::kOwnRows];
+#pragma unroll
+  for (int r = 0; r < C::kOwnRows; ++r) S[r] = *own_at(0, r);
   for (int64_t i = 1; i < last; ++i) {
-    float4 next = *own_at(i);  // the contribution
-    Sts128(own_state, {__float_as_uint(S.x), __float_as_uint(S.y), __float_as_uint(S.z),
-                       __float_as_uint(S.w)});
+#pragma unroll
+    for (int r = 0; r < C::kOwnRows; ++r) {
+      next[r] = *own_at(i, r);  // the contribution
+      Sts128(own_state + r * C::kWarps * kHead * 4,
+             {__float_as_uint(S[r].x), __float_as_uint(S[r].y), __float_as_uint(S[r].z),
+              __float_as_uint(S[r].w)});
+    }
     __syncthreads();
     const int stage = i % C::kStages;
     MbarrierWait(smem + C::kFull + 8 * stage, (i - 1) / C::kStages & 1);
@@ -102,11 +116,15 @@ static __global__ void __launch_bounds__(CombineConfig::kThreads, 1)
     __syncthreads();
     if (threadIdx.x == 0 && i + C::kStages < last) load_transition(i + C::kStages);
 #pragma unroll
-    for (int part = 0; part < C::kWarps; ++part) {
-      const float4 x = LdsF32x4(parts + (part * C::kRows + warp) * kHead * 4);
-      next = {next.x + x.x, next.y + x.y, next.z + x.z, next.w + x.w};
+    for (int r = 0; r < C::kOwnRows; ++r) {
+      const uint32_t row = parts + (warp + r * C::kWarps) * kHead * 4;
+#pragma unroll
+      for (int part = 0; part < C::kWarps; ++part) {
+        const float4 x = LdsF32x4(row + part * C::kRows * kHead * 4);
+        next[r] = {next[r].x + x.x, next[r].y + x.y, next[r].z + x.z, next[r].w + x.w};
+      }
+      *own_at(i, r) = S[r] = next[r];
     }
-    *own_at(i) = S = next;
   }
 }
 

@@ -1,7 +1,6 @@
 // Host side of the Hopper forward: workspace, tensor maps, launches.
 #include <cuda_runtime.h>
 
-#include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_plan.cuh"
 #include "chunk_fwd_scan_sm90.cuh"
 #include "launch_sm90.cuh"
@@ -41,10 +40,7 @@ ffi::Error LaunchSummaries(const FwdParams& p, const sm90::Workspace& ws, cudaSt
   const dim3 grid(ws.segments * p.HV, 2);
   RETURN_IF_ERROR(Launch("ChunkFwdSummariseKernel", sm90::ChunkFwdSummariseKernel<Operand>,
                          {grid, Config::kThreads, Config::kBytes, true}, stream, v_map, p, ws));
-  using Combine = sm90::CombineConfig;
-  const dim3 combine_grid(p.B * p.M * p.HV, p.V / Combine::kRows);
-  return Launch("ChunkFwdCombineKernel", sm90::ChunkFwdCombineKernel,
-                {combine_grid, Combine::kThreads, Combine::kBytes, true}, stream, p, ws);
+  return sm90::LaunchCombine(p, ws, 1, stream);
 }
 
 template <bool kL2Norm>

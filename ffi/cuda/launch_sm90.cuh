@@ -1,5 +1,5 @@
-// Host side of Hopper launches: tensor maps, kernels that may start early, and prepare, which the
-// forward and the gradient share.
+// Host side of Hopper launches: tensor maps, kernels that may start early, and what the forward and
+// the gradient share, prepare and combine.
 #pragma once
 
 #include <cuda.h>
@@ -7,10 +7,13 @@
 
 #include <string>
 
+#include "chunk_fwd_combine_sm90.cuh"
 #include "chunk_fwd_prepare_sm90.cuh"
 #include "launch.h"
 
 namespace jax_kda::sm90 {
+
+inline constexpr int kSms = 132;  // of an H100 or H200
 
 // [tokens, heads, size] bf16, size 64 or 128, as tiles of `halves` x 64 tokens x 64 channels; a
 // half that is not there is read as zeros. The driver's function comes through the runtime, so that
@@ -87,6 +90,20 @@ ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t s
   return Launch("ChunkFwdPrepareKernel", kernel,
                 {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes}, stream, q_map,
                 k_map, g_map, p, ws);
+}
+
+template <int kRows>
+ffi::Error LaunchCombine(const FwdParams& p, const Workspace& ws, int passes, cudaStream_t stream) {
+  using Config = CombineConfig<kRows>;
+  const dim3 grid(p.B * p.M * p.HV, p.V / kRows, passes);
+  return Launch("ChunkFwdCombineKernel", ChunkFwdCombineKernel<kRows>,
+                {grid, Config::kThreads, Config::kBytes, true}, stream, p, ws);
+}
+// Of one pass or, for the gradient, two. A block takes an SM: 16 rows where 8 would come in waves.
+inline ffi::Error LaunchCombine(const FwdParams& p, const Workspace& ws, int passes,
+                                cudaStream_t stream) {
+  return p.B * p.M * p.HV * (p.V / 8) * passes <= kSms ? LaunchCombine<8>(p, ws, passes, stream)
+                                                       : LaunchCombine<16>(p, ws, passes, stream);
 }
 
 }  // namespace jax_kda::sm90
