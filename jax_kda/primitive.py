@@ -164,6 +164,21 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     )
 
 
+def slice_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
+    """Chunks a slice, where kda_chunk_fwd on CUDA prepares long rows slice by slice, each on the SMs
+    that the scan of the one before leaves; else 0.
+
+    What a slice gains is measured, and less than an idle SM suggests: both want memory
+    (docs/kernels.md).
+    """
+    if packed or not all(isinstance(size, int) for size in (B, T, HV)):
+        return 0
+    if B * HV > 100 or segment_chunks(B, T, HV, M, packed):
+        return 0
+    chunks = 128 if B * HV <= 48 else 64  # of few chains V is on two SMs
+    return 0 if T < 2 * 64 * chunks else chunks
+
+
 def gradient_segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     """The same for kda_chunk_bwd, whose two scans run side by side and share the transitions."""
 
@@ -191,8 +206,10 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 2 * C * C * 2 + K * 4 + 128
     plan = 16 * NT + 32 * B * M if packed else 0
-    segments = _segments(B, NT, M, packed, cut)
-    return NT * HV * image + segments * HV * 2 * K * K * 4 + plan + 256
+    states = 2 * _segments(B, NT, M, packed, cut)
+    if slice_chunks(B, T, HV, M, packed):
+        states = B
+    return NT * HV * image + states * HV * K * K * 4 + plan + 256
 
 
 def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: bool) -> Any:
@@ -261,7 +278,7 @@ _GATES = {"activated": 0, "softplus": 1, "lower_bound": 2}
 _BETA_MODES = {"probability": 0, "sigmoid": 1, "two_sigmoid": 2}
 
 
-def _attributes(sig: Signature, segment_chunks: int = 0) -> dict[str, Any]:
+def _attributes(sig: Signature, segment_chunks: int = 0, slice_chunks: int = 0) -> dict[str, Any]:
     """Attributes of exactly the types that C++ declares: a Python float would arrive as f64."""
     config = sig.config
     return dict(
@@ -279,6 +296,7 @@ def _attributes(sig: Signature, segment_chunks: int = 0) -> dict[str, Any]:
         has_output_state_indices=np.bool_("output_state_indices" in sig.names),
         has_checkpoint_indices=np.bool_("checkpoint_indices" in sig.names),
         segment_chunks=np.int32(segment_chunks),
+        slice_chunks=np.int32(slice_chunks),
     )
 
 
@@ -332,13 +350,13 @@ def _ffi_call(sig: Signature, platform: str, *operands: jax.Array) -> tuple[jax.
         # A result that XLA plans: handlers can't allocate inside a CUDA graph.
         *rows, T, H, _ = x["q"].shape
         B, HV, M = math.prod(rows), x["v"].shape[-2], _sequences(sig, x)
-        packed = sig.offsets_step != 0
+        sizes = (B, T, HV, M, sig.offsets_step != 0)
         if sig.is_gradient:
-            attributes = _attributes(sig, gradient_segment_chunks(B, T, HV, M, packed))
-            nbytes = chunk_bwd_workspace_bytes(B, T, H, HV, M, packed)
+            attributes = _attributes(sig, gradient_segment_chunks(*sizes))
+            nbytes = chunk_bwd_workspace_bytes(B, T, H, *sizes[2:])
         else:
-            attributes = _attributes(sig, segment_chunks(B, T, HV, M, packed))
-            nbytes = chunk_fwd_workspace_bytes(B, T, HV, M, packed)
+            attributes = _attributes(sig, segment_chunks(*sizes), slice_chunks(*sizes))
+            nbytes = chunk_fwd_workspace_bytes(*sizes)
         workspace = (_type_like(results[0], (nbytes,), jnp.uint8),)
     types = (*results, *workspace)
     call = jax.ffi.ffi_call(sig.target, types, input_output_aliases=aliases)

@@ -150,6 +150,12 @@ def test_gradients(name: str):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_slices(monkeypatch: pytest.MonkeyPatch):
+    test_gpu.test_slices_leave_the_bits_of_whole_rows(monkeypatch, 2)
+    test_gpu.test_slices_of_a_pool_with_checkpoints(monkeypatch)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("gate", ["activated", "softplus", "lower_bound"])
 def test_gradients_of_types(gate: str):
     test_gpu_gradients.test_types(gate, jnp.bfloat16, False)

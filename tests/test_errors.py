@@ -660,10 +660,21 @@ def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, outpu
     handler_raises(message, x, output_final_state)
 
 
-def test_handler_cuts_no_scan_into_less_than_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        ({"segment_chunks": -1}, "`segment_chunks` must not be negative; got -1"),
+        ({"slice_chunks": -1}, "`slice_chunks` must not be negative; got -1"),
+        (
+            {"segment_chunks": 1, "slice_chunks": 2},
+            "`slice_chunks` must be 0 with segments or offsets; got 2",
+        ),
+    ],
+)
+def test_handler_cuts_no_scan_into_less_than_nothing(monkeypatch, cut, message):
     attributes = primitive._attributes
-    monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig, segment_chunks=-1))
-    handler_raises("`segment_chunks` must not be negative; got -1", arguments())
+    monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig, **cut))
+    handler_raises(message, arguments())
 
 
 @pytest.mark.parametrize(

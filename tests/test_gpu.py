@@ -422,6 +422,36 @@ def test_checkpoints_of_segments_are_the_states_of_prefixes():
         judge(GPU, (o[:, :tokens, :, 3::8], state), truth(y, **options))
 
 
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def run_slices(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, x: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `run`, in slices of so many chunks; 0: whole rows."""
+    monkeypatch.setattr(primitive, "slice_chunks", lambda *sizes: chunks)
+    jax.clear_caches()
+    return run(GPU, x, **NORMED)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_slices_leave_the_bits_of_whole_rows(monkeypatch, chunks):
+    x = draw(GPU, B=2, T=330, H=2, HV=4, state=True)
+    expected = run_slices(monkeypatch, 0, x)
+    jax.tree.map(np.testing.assert_array_equal, run_slices(monkeypatch, chunks, x), expected)
+
+
+def test_slices_of_a_pool_with_checkpoints(monkeypatch):
+    x = draw(GPU, B=2, T=330, H=2, state=True)
+    pool = np.zeros((12, 2, 128, 128), np.float32)
+    pool[:2] = x["initial_state"]
+    x |= {"initial_state": pool, "state_indices": np.array([1, 0], np.int32)}
+    x["checkpoint_indices"] = np.arange(2, 12, dtype=np.int32).reshape(2, 5)
+    expected = run_slices(monkeypatch, 0, x)
+    assert np.any(expected[1][2:], (1, 2, 3)).all()
+    jax.tree.map(np.testing.assert_array_equal, run_slices(monkeypatch, 2, x), expected)
+
+
 # --- sizes ----------------------------------------------------------------------------------------
 
 

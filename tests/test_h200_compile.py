@@ -109,7 +109,7 @@ def test_attributes_have_the_types_of_the_contract():
     }
     flags = ("has_A_log", "has_dt_bias", "has_initial_state", "has_final_state")
     absent = ("l2norm", "has_state_indices", "has_output_state_indices", "has_checkpoint_indices")
-    integers = ("gate", "beta_mode", "offsets_step", "segment_chunks")
+    integers = ("gate", "beta_mode", "offsets_step", "segment_chunks", "slice_chunks")
     assert types_of == {
         "scale": "f32",
         "lower_bound": "f32",
@@ -149,11 +149,13 @@ def test_workspace_is_the_size_that_the_handler_wants():
     if primitive._cuda is None:
         pytest.skip("jax_kda was built without CUDA")
     shapes = [(1, 0, 1, 1), (1, 64, 2, 1), (3, 65, 5, 1), (2, 8192, 96, 7), (1, 3, 1, 9)]
-    for B, T, HV, M in [*shapes, (1, 8192, 8, 1), (1, 65536, 4, 3), (2, 8191, 1, 2)]:
+    long = [(1, 8192, 8, 1), (1, 65536, 4, 3), (2, 8191, 1, 2), (1, 8192, 64, 1)]
+    for B, T, HV, M in [*shapes, *long]:
         for packed in (False, True):
             sizes = B, T, HV, M, packed
             cut = primitive.segment_chunks(*sizes)
-            expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut)
+            slices = primitive.slice_chunks(*sizes)
+            expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut, slices)
             assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
             cut = primitive.gradient_segment_chunks(*sizes)
             for H in {1, HV}:
@@ -177,6 +179,23 @@ def test_workspace_is_the_size_that_the_handler_wants():
 )
 def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
+
+
+@pytest.mark.parametrize(
+    "B, T, HV, packed, chunks",
+    [
+        (1, 8192, 96, False, 64),
+        (1, 8192, 64, False, 64),
+        (1, 8192, 64, True, 0),
+        (1, 8191, 64, False, 0),  # not two slices
+        (1, 8192, 32, False, 0),
+        (1, 65536, 32, False, 128),
+        (1, 8192, 8, False, 0),  # cut into segments
+        (8, 8192, 32, False, 0),  # no SM is left
+    ],
+)
+def test_long_rows_are_sliced(B, T, HV, packed, chunks):
+    assert primitive.slice_chunks(B, T, HV, 1, packed) == chunks
 
 
 @pytest.mark.parametrize(

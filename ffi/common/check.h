@@ -38,6 +38,7 @@ struct FwdAttrs {
   bool has_output_state_indices;
   bool has_checkpoint_indices;
   int32_t segment_chunks;  // 0: scans are not cut
+  int32_t slice_chunks;    // 0: everything is prepared at once
 };
 
 // Whether the last result is a u8 workspace.
@@ -299,7 +300,14 @@ inline ffi::Error FillInputs(const FwdAttrs& attrs, Cursor<ffi::RemainingArgs>& 
   if (attrs.segment_chunks < 0) {
     return Invalid("`segment_chunks` must not be negative; got ", attrs.segment_chunks);
   }
+  if (attrs.slice_chunks < 0) {
+    return Invalid("`slice_chunks` must not be negative; got ", attrs.slice_chunks);
+  }
+  if (attrs.slice_chunks > 0 && (attrs.segment_chunks > 0 || attrs.offsets_step > 0)) {
+    return Invalid("`slice_chunks` must be 0 with segments or offsets; got ", attrs.slice_chunks);
+  }
   p.segment_chunks = attrs.segment_chunks;
+  p.slice_chunks = attrs.slice_chunks;
   p.scale = attrs.scale;
   p.lower_bound = attrs.lower_bound;
   p.gate = static_cast<Gate>(attrs.gate);
@@ -540,4 +548,4 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("has_initial_state"), StructMember<int32_t>("offsets_step"),
     StructMember<bool>("has_final_state"), StructMember<bool>("has_state_indices"),
     StructMember<bool>("has_output_state_indices"), StructMember<bool>("has_checkpoint_indices"),
-    StructMember<int32_t>("segment_chunks"));
+    StructMember<int32_t>("segment_chunks"), StructMember<int32_t>("slice_chunks"));

@@ -96,6 +96,10 @@ struct FwdParams {
   // kda_chunk_fwd and kda_chunk_bwd on CUDA look at it.
   int64_t segment_chunks;
 
+  // Rows that are not packed, nor cut, are prepared in slices of this many chunks, each while the
+  // one before is scanned; at once with 0. Only kda_chunk_fwd on CUDA looks at it.
+  int64_t slice_chunks;
+
   void* o;               // [B, T, HV, V]
   std::byte* workspace;  // on CUDA, Chunk{Fwd,Bwd}WorkspaceBytes(...); else nullptr
   int64_t workspace_bytes;

@@ -95,7 +95,9 @@ ffi::Error LaunchKernels(const BwdParams& b, const sm90::BwdWorkspace& ws, cudaS
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   const FwdParams& p = b.fwd;
   const bool tokens = p.B * p.T > 0;
-  if (tokens) RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, true>(p, ws.fwd, stream)));
+  if (tokens) {
+    RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, true>(p, ws.fwd, sm90::WholeRows(p), stream)));
+  }
   if (ws.fwd.segments > 0) RETURN_IF_ERROR(LaunchSummaries<Operand>(b, ws, stream));
   const int64_t chains = ws.fwd.segments > 0 ? ws.fwd.segments : p.B * p.M;
   if (chains * p.HV <= kSplitChains) {

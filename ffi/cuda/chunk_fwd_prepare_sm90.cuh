@@ -1,8 +1,8 @@
 // Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh): loads,
 // Build (chunk_fwd_build_sm90.cuh), the inverse, stores.
 //
-// Grid: x = value head, y and z = chunk slot. Block: 8 warps. Three blocks share an SM: 76,576
-// bytes, 80 registers a thread.
+// Grid: x = value head, y and z = chunk slot, counted in the slice. Block: 8 warps. Three blocks
+// share an SM: 76,576 bytes, 80 registers a thread.
 #pragma once
 
 #include <type_traits>
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     ChunkFwdPrepareKernel(const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map,
                           const __grid_constant__ CUtensorMap g_map,
-                          const __grid_constant__ FwdParams p,
-                          const __grid_constant__ Workspace ws) {
+                          const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws,
+                          const __grid_constant__ Slice slice) {
   using C = PrepareConfig;
   using Operand = std::conditional_t<kL2Norm, Fp16, Bf16>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -73,16 +73,22 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
                          smem + C::kBeta};
   int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   // Of a block's chunk; read anew where it is needed again, since registers are short.
-  auto slot_and_head = [] {
+  auto slot_and_head = [&p, &ws, &slice] {
     const uint3 b = BlockIndex();
-    return uint2{b.z * gridDim.y + b.y, b.x};
+    const uint32_t slot = b.z * gridDim.y + b.y;
+    return uint2{ws.chunks == nullptr ? SlotInSlice(p, slice, slot) : slot, b.x};
+  };
+  // That this kernel has ended has to mean that the one ahead has.
+  auto leave = [] {
+    const uint3 b = BlockIndex();
+    if (b.x == gridDim.x - 1 && b.y == gridDim.y - 1 && b.z == gridDim.z - 1) GriddepcontrolWait();
   };
   const auto [slot, h] = slot_and_head();
   const uint32_t HV = static_cast<uint32_t>(p.HV);
   GriddepcontrolLaunchDependents();  // the scan sets itself up while the last blocks work
-  if (slot >= ws.NT) return;
+  if (slot >= ws.NT) return leave();
   const ChunkSlot chunk = FindChunk(p, ws, slot);
-  if (chunk.valid == 0) return;
+  if (chunk.valid == 0) return leave();
 
   if (tid == 0) {
     const int qk_head = p.H == p.HV ? h : h / (HV / static_cast<uint32_t>(p.H));
@@ -184,6 +190,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     if (kGradient) BulkStore(image + image::kEInv, smem + C::kTiles, kMatrix);
     BulkCommit();
     BulkWaitRead();
+    leave();
   }
 }
 

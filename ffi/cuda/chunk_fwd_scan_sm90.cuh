@@ -9,11 +9,11 @@
 // a warpgroup, and what was an accumulator becomes the next product's left operand in registers. S
 // is fp32 from the first chunk to the last.
 //
-// A segment of a sequence runs the same way from the state before it. What it does to a state,
-// S T + C, comes from the same loop without o: C from zeros, and T, since the rows of S^T never
-// meet, from the rows of the identity with v = 0. The first segment needs no T, since its C starts
-// from the initial state. That state is kept in T's place: the last segment may have written the
-// final state over it before the first one is scanned.
+// A slice or a segment of a sequence runs the same way from the state before it. What a segment
+// does to a state, S T + C, comes from the same loop without o: C from zeros, and T, since the rows
+// of S^T never meet, from the rows of the identity with v = 0. The first segment needs no T, since
+// its C starts from the initial state. That state is kept in T's place: the last segment may have
+// written the final state over it before the first one is scanned.
 //
 // Heads of 64 are heads of 128 whose other channels are zero: the copy engine fills them in, and
 // states are read and written without them.
@@ -79,8 +79,8 @@ struct Ring {
 struct Segment {
   int token, length, before, after, malformed;  // as in SequenceSlot; it fills what it is next to
   int64_t first_chunk, n;
-  int64_t number = 0, chunk = 0;  // its own, and its first chunk's in the sequence
-  bool first = true, last = true;
+  int64_t number = 0, chunk = 0;   // its own, and its first chunk's in the sequence
+  bool first = true, last = true;  // of its sequence
   StateSlots slots = {};
 };
 __device__ inline Segment FindTokens(const FwdParams& p, const Workspace& ws, int64_t n) {
@@ -130,6 +130,20 @@ __device__ inline Segment FindWork(const FwdParams& p, const Workspace& ws, int6
   s.slots = FindStateSlots(p, s.n);
   if (s.slots.padding) s.length = 0;  // its tokens, up to `after`, are no sequence's
   return s;
+}
+
+// What of a row is in the slice, from the state that the slice before left.
+__device__ inline void CutToSlice(Segment& s, const Slice& slice) {
+  const int begin = static_cast<int>(slice.first) * kChunk;
+  const int end = min(begin + static_cast<int>(slice.count) * kChunk, s.length);
+  s.chunk = slice.first;
+  s.first_chunk += slice.first;
+  s.first = begin == 0;
+  s.last = end == s.length;
+  if (!s.last) s.after = s.token + end;
+  s.token += begin;
+  if (!s.first) s.before = s.token;
+  s.length = end - begin;
 }
 
 // Operands in fp16 need values within its range. o and S are linear in (v, S), so a warp holds both
@@ -370,8 +384,10 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     return ((number * p.HV + h) * kHead + row) * kHead + 2 * t;
   };
   float S[64];
-  if (s.first && (s.last || !C::kOutput)) {
+  if (s.first && (s.last || !C::kOutput || p.slice_chunks > 0)) {
     LoadState(S, p.initial_state, p.state_dtype, K, state_at(s.slots.read));
+  } else if (p.slice_chunks > 0) {
+    LoadState(S, ws.slice_states, DType::kF32, kHead, segment_at(s.n));
   } else if (C::kOutput) {
     LoadState(S, s.first ? ws.transitions : ws.segment_states, DType::kF32, kHead,
               segment_at(s.first ? s.number : s.number - 1));
@@ -520,6 +536,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       }
       StoreState(S, state_scale.up, p.final_state, p.state_dtype, K, state_at(s.slots.write));
     }
+    if (!s.last && p.slice_chunks > 0) {
+      StoreState(S, state_scale.up, ws.slice_states, DType::kF32, kHead, segment_at(s.n));
+    }
     if (thread == 0) BulkWait();
   } else {
     StoreState(S, state_scale.up, transition ? ws.transitions : ws.segment_states, DType::kF32,
@@ -561,14 +580,17 @@ template <typename Operand, int kWarpgroups>
 __global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
     ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map,
                        const __grid_constant__ CUtensorMap o_map,
-                       const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws) {
+                       const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws,
+                       const __grid_constant__ Slice slice) {
   using C = ScanConfig<kWarpgroups, true>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int tid = threadIdx.x, warpgroup = tid >> 7;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
   const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
-  const Segment s = FindWork(p, ws, blockIdx.x / HV);
+  GriddepcontrolLaunchDependents();  // the next slice is prepared on the SMs that are left
+  Segment s = FindWork(p, ws, blockIdx.x / HV);
+  if (p.slice_chunks > 0) CutToSlice(s, slice);
   if (tid == 0) InitBarriers<C>(smem);
   __syncthreads();
   if (warpgroup < kWarpgroups) {
@@ -576,7 +598,7 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
     const int v_half = first_half + warpgroup;
     FillOutput(p, s.before, s.token, h, v_half, s.malformed, tid & 127);
     FillOutput(p, s.token + s.length, s.after, h, v_half, s.malformed, tid & 127);
-    if (ws.segments > 0) GriddepcontrolWait();  // for the states of segments
+    if (ws.segments > 0 || !s.first) GriddepcontrolWait();  // for states before its own
     ScanChunks<Operand, C>(smem, &o_map, p, ws, s, h, v_half, warpgroup, /*transition=*/false);
   } else {
     LoaderRegisters<C>();

@@ -5,7 +5,8 @@
 //   prepare    (chunk, value head)     q k g beta -> the chunk's image: all that needs no state
 //   scan       (sequence, value head)  images, v, initial_state -> o, final_state
 //
-// Where chains are few and long, the scan is cut into segments, exactly:
+// Long rows are prepared and scanned in slices, so that SMs that a scan leaves idle prepare what it
+// needs next. Where chains are few and long, the scan is cut into segments, exactly:
 //
 //   summarise  (segment, value head)   images, v -> what the segment does to a state: S T + C
 //   combine    (sequence, value head)  T, C -> the state at each segment's end
@@ -86,10 +87,16 @@ struct Workspace {
   std::byte* images;        // [NT, HV, image::kBytes]
   float* segment_states;    // [segments, HV, V, K]  contribution, then the state at the end
   float* transitions;       // [segments, HV, K, K]; of a first segment, the initial state
+  float* slice_states;      // [N, HV, V, K]  at the end of the last slice that was scanned
   SequenceSlot* sequences;  // [N]; nullptr when rows are not packed
   ChunkSlot* chunks;        // [NT]; nullptr when rows are not packed
   int64_t NT;               // chunk slots
   int64_t segments;         // numbers of segments; 0: sequences are scanned whole
+};
+
+// Chunks of each row that a launch of prepare or scan is for; all of them where rows are packed.
+struct Slice {
+  uint32_t first, count;
 };
 
 __host__ __device__ inline int64_t ChunkSlots(int64_t B, int64_t T, int64_t M, bool packed) {
@@ -113,7 +120,7 @@ inline int64_t Segments(int64_t B, int64_t T, int64_t M, bool packed, int64_t se
 
 // Lays the workspace out in memory from `base` on; its size goes to `bytes`.
 inline Workspace LayOut(std::byte* base, int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
-                        int64_t segment_chunks, int64_t* bytes) {
+                        int64_t segment_chunks, int64_t slice_chunks, int64_t* bytes) {
   Workspace ws = {};
   ws.NT = ChunkSlots(B, T, M, packed);
   ws.segments = Segments(B, T, M, packed, segment_chunks);
@@ -125,6 +132,7 @@ inline Workspace LayOut(std::byte* base, int64_t B, int64_t T, int64_t HV, int64
   take(ws.images, ws.NT * HV * image::kBytes);
   take(ws.segment_states, ws.segments * HV * kState);
   take(ws.transitions, ws.segments * HV * kState);
+  take(ws.slice_states, slice_chunks > 0 ? B * M * HV * kState : 0);
   if (packed) {
     take(ws.sequences, B * M * int64_t{sizeof(SequenceSlot)});
     take(ws.chunks, ws.NT * int64_t{sizeof(ChunkSlot)});
@@ -133,6 +141,12 @@ inline Workspace LayOut(std::byte* base, int64_t B, int64_t T, int64_t HV, int64
   return ws;
 }
 
+// Slot `i` of a slice of rows that are not packed.
+__device__ inline uint32_t SlotInSlice(const FwdParams& p, const Slice& slice, uint32_t i) {
+  const uint32_t row = p.B == 1 ? 0 : i / slice.count;
+  const uint32_t chunks_per_row = (static_cast<uint32_t>(p.T) + kChunk - 1) / kChunk;
+  return row * (chunks_per_row - slice.count) + slice.first + i;
+}
 __device__ inline ChunkSlot FindChunk(const FwdParams& p, const Workspace& ws, uint32_t slot) {
   if (ws.chunks != nullptr) return ws.chunks[slot];
   const uint32_t T = static_cast<uint32_t>(p.T), chunks_per_row = (T + kChunk - 1) / kChunk;

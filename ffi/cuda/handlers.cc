@@ -82,8 +82,8 @@ ffi::Error ChunkFwdImpl(cudaStream_t stream, FwdAttrs attrs, ffi::RemainingArgs 
   ffi::ErrorOr<FwdParams> p = MakeFwdParams(attrs, args, rets, Workspace::kLastResult);
   RETURN_IF_ERROR(p);
   RETURN_IF_ERROR(CheckChunkSupported(*p));
-  const int64_t bytes =
-      ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr, p->segment_chunks);
+  const int64_t bytes = ChunkFwdWorkspaceBytes(p->B, p->T, p->HV, p->M, p->offsets != nullptr,
+                                               p->segment_chunks, p->slice_chunks);
   if (p->workspace_bytes < bytes) {
     return check::Invalid("`workspace` must have at least ", bytes, " bytes; got ",
                           p->workspace_bytes);

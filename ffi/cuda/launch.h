@@ -33,7 +33,7 @@ inline ffi::Error CopyPool(const FwdParams& p, cudaStream_t stream) {
 
 // Bytes of FwdParams::workspace.
 int64_t ChunkFwdWorkspaceBytes(int64_t B, int64_t T, int64_t HV, int64_t M, bool packed,
-                               int64_t segment_chunks);
+                               int64_t segment_chunks, int64_t slice_chunks);
 
 // Enqueues the forward on `stream`: K and V of 64 or 128, q k v bf16, B T < 2^31. Neither allocates
 // nor synchronises.

@@ -74,8 +74,13 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
   return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
+inline Slice WholeRows(const FwdParams& p) {
+  return {0, static_cast<uint32_t>((p.T + kChunk - 1) / kChunk)};
+}
+
 template <bool kL2Norm, bool kGradient>
-ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t stream) {
+ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, const Slice& slice,
+                         cudaStream_t stream) {
   CUtensorMap q_map, k_map, g_map = {};
   RETURN_IF_ERROR(MakeTileMap(&q_map, p.q, p.B * p.T, p.H, p.K, 2));
   RETURN_IF_ERROR(MakeTileMap(&k_map, p.k, p.B * p.T, p.H, p.K, 2));
@@ -86,10 +91,11 @@ ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, cudaStream_t s
                           ? ChunkFwdPrepareKernel<kL2Norm, float, kGradient>
                           : ChunkFwdPrepareKernel<kL2Norm, __nv_bfloat16, kGradient>;
   // The y and z axes of a grid end at 65,535.
-  const int64_t z = (ws.NT + 65534) / 65535, y = (ws.NT + z - 1) / z;
+  const int64_t slots = ws.chunks == nullptr ? p.B * slice.count : ws.NT;
+  const int64_t z = (slots + 65534) / 65535, y = (slots + z - 1) / z;
   return Launch("ChunkFwdPrepareKernel", kernel,
-                {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes}, stream, q_map,
-                k_map, g_map, p, ws);
+                {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes, slice.first > 0},
+                stream, q_map, k_map, g_map, p, ws, slice);
 }
 
 template <int kRows>

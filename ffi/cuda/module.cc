@@ -24,7 +24,8 @@ NB_MODULE(_cuda, m) {
   });
   m.def("api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("chunk_fwd_workspace_bytes", &jax_kda::ChunkFwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
-        nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"));
+        nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"),
+        nb::arg("slice_chunks"));
   m.def("chunk_bwd_workspace_bytes", &jax_kda::ChunkBwdWorkspaceBytes, nb::arg("B"), nb::arg("T"),
         nb::arg("H"), nb::arg("HV"), nb::arg("M"), nb::arg("packed"), nb::arg("segment_chunks"));
 }

@@ -36,6 +36,7 @@ struct Config {
   std::vector<int64_t> malformed_rows = {};
   float gate_mean = 0;
   int64_t segment_chunks = 0;  // 0: scans are not cut
+  int64_t slice_chunks = 0;    // 0: everything is prepared at once
 
   // States in pools, 0: none. Empty indices are not given.
   int64_t pools = 0;
@@ -106,6 +107,11 @@ inline const std::vector<Config> kConfigs = {
     {.name = "cut: packed, with sequences of one segment, of many, and of none",
      .B = 1, .T = 600, .H = 2, .HV = 2, .offsets_step = 1,
      .offsets = {0, 0, 5, 70, 140, 460, 460, 590}, .segment_chunks = 1},
+    {.name = "slices of two chunks, rows in place",
+     .B = 2, .T = 330, .H = 1, .HV = 2, .slice_chunks = 2, .in_place = true},
+    {.name = "slices of one chunk, bf16 state, no final state",
+     .B = 1, .T = 257, .H = 2, .HV = 2, .state_dtype = DType::kBF16, .state = State::kInitial,
+     .slice_chunks = 1},
     {.name = "cut: segments with gaps, a malformed row",
      .B = 3, .T = 300, .H = 1, .HV = 2, .offsets_step = 2,
      .offsets = {3, 200, 210, 300, 0, 40, 30, 70, 0, 300, 300, 300}, .malformed_rows = {1},
@@ -251,6 +257,7 @@ inline FwdParams MakeParams(const Config& c) {
   p.pools = c.pools;
   p.slots = c.slots;
   p.segment_chunks = c.segment_chunks;
+  p.slice_chunks = c.slice_chunks;
   return p;
 }
 

@@ -167,8 +167,8 @@ std::string Run(const Config& c, Op op, bool poison, int64_t missing_rows_of_o) 
   const size_t o_bytes = (c.values() - missing_rows_of_o * c.HV * c.V) * SizeOf(c.dtype);
   const size_t state_bytes = c.has_final_state() ? c.states() * SizeOf(c.state_dtype) : 0;
   if (op == Op::kChunk) {
-    p.workspace_bytes =
-        ChunkFwdWorkspaceBytes(c.B, c.T, c.HV, p.M, c.offsets_step != 0, c.segment_chunks);
+    p.workspace_bytes = ChunkFwdWorkspaceBytes(c.B, c.T, c.HV, p.M, c.offsets_step != 0,
+                                               c.segment_chunks, c.slice_chunks);
   }
   const Buffer o = Allocate(o_bytes), own_final_state = Allocate(c.in_place ? 0 : state_bytes);
   const Buffer& final_state = c.in_place ? inputs.back() : own_final_state;
