@@ -165,10 +165,10 @@ def segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
 
 
 def slice_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
-    """Chunks a slice, where kda_chunk_fwd on CUDA prepares long rows slice by slice, each on the SMs
+    """Chunks a slice, where kda_chunk_fwd on CUDA prepares long rows in slices, each on the SMs
     that the scan of the one before leaves; else 0.
 
-    What a slice gains is measured, and less than an idle SM suggests: both want memory
+    What that gains is measured, and less than an idle SM suggests: both want memory
     (docs/kernels.md).
     """
     if packed or not all(isinstance(size, int) for size in (B, T, HV)):
@@ -176,7 +176,8 @@ def slice_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     if B * HV > 100 or segment_chunks(B, T, HV, M, packed):
         return 0
     chunks = 128 if B * HV <= 48 else 64  # of few chains V is on two SMs
-    return 0 if T < 2 * 64 * chunks else chunks
+    slices = T // (64 * chunks)
+    return chunks if slices > 1 else 0
 
 
 def gradient_segment_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
