@@ -114,7 +114,11 @@ PLANTS = {
         "not have done with",
     ),
     "bytes": ("(sizeof(G) == 2 ? 3 : 2) * kTile", "2 * kTile", "more than it expects"),
-    "arrival": ("    BarArrive(kProductsBarrier, C::kThreads);\n", "", "deadlock"),
+    "early": (
+        "  BarSync(kAllBarrier, C::kThreads);\n  if (warp >= 4) return;\n",
+        "  if (warp >= 4) return;\n  BarSync(kAllBarrier, C::kThreads);\n",
+        "deadlock",
+    ),
 }
 
 

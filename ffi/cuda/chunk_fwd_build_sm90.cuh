@@ -49,10 +49,8 @@ struct BuildMemory {
 };
 inline constexpr int kBuildThreads = 256;
 
-// Named barriers of the eight warps: all, each four, each two, and the four that invert with those
-// that do not wait.
-inline constexpr int kAllBarrier = 3, kReadyBarrier = 4, kReadBarrier = 6, kInverseBarrier = 8,
-                     kProductsBarrier = 9;
+// Named barriers: of all eight warps, and of each four.
+inline constexpr int kAllBarrier = 1, kQuadBarrier = 2;
 
 // Below this sum of log decays, base 2, an octet's products leave TF32's range.
 inline constexpr float kStrong = -64.f;
@@ -437,11 +435,13 @@ __device__ __forceinline__ void Decay(Stacked& x, const BuildMemory& m, bool lat
   const uint32_t own = m.own + warp * BuildMemory::kOwnBytes;
   if (later) {
     StoreDecays<Operand, true>(m, own, first, count, lane);
-    ScaleStacked<Operand>(x, own, lane);
-    BarArrive(kReadBarrier + (warp >> 2), 128);
   } else {
     StoreDecays<Operand, false>(m, own, first, count, lane);
-    BarSync(kReadBarrier + (warp >> 2), 128);
+  }
+  BarSync(kQuadBarrier + (warp >> 2), 128);
+  if (later) {
+    ScaleStacked<Operand>(x, own, lane);
+  } else {
     ScaleDown<Operand>(m, LoadDecays(own, lane), warp, lane);
   }
 }
@@ -487,10 +487,10 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
                                               const Products& within, int warp, int lane) {
   const int quad = warp >> 2, octet = warp & 3;  // of the quad
   Products c8 = {}, c16[2] = {};  // with octets 8 and 16 tokens before, of half the warps
-  BarSync(kReadyBarrier + quad, 128);
+  BarSync(kQuadBarrier + quad, 128);
   if (octet & 1) c8 = StackedProducts<Operand>(x, m.tiles, warp - 1, lane);
   Decay<Operand>(x, m, octet & 1, warp ^ 1, 1, warp, lane);
-  BarSync(kReadyBarrier + quad, 128);
+  BarSync(kQuadBarrier + quad, 128);
   if (octet >= 2) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) c16[n] = StackedProducts<Operand>(x, m.tiles, 4 * quad + n, lane);
@@ -563,7 +563,7 @@ __device__ __forceinline__ void PackInverse(const BuildMemory& m, uint32_t a_inv
                    Pack<Operand>(x1.z * b1.z, x1.w * b1.w)};
     }
   }
-  BarSync(kInverseBarrier, 128);
+  BarSync(kQuadBarrier, 128);
 #pragma unroll
   for (int u = 0; u < 4; ++u) Sts128(a_inv + Swizzled(i, first_piece + u), packed[u]);
 }

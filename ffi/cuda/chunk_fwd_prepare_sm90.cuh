@@ -49,7 +49,7 @@ __device__ __forceinline__ void PackStrictlyLower(const BuildMemory& m, uint32_t
                    Pack<Operand>(x[6], x[7])};
     }
   }
-  if (!kErrors) BarSync(kInverseBarrier, 128);
+  if (!kErrors) BarSync(kQuadBarrier, 128);
 #pragma unroll
   for (int u = 0; u < 4; ++u) {
     Sts128(to + Swizzled(i, first_piece + u), packed[u]);
@@ -159,11 +159,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   BuildProducts<Operand, kGradient>(m, x, Keep<Operand>(within), warp, lane);
   tid = ThreadIndex(), warp = tid >> 5, lane = tid & 31;
   FenceProxyAsync();
-  if (warp >= 4) {
-    BarArrive(kProductsBarrier, C::kThreads);
-    return;
-  }
-  BarSync(kProductsBarrier, C::kThreads);
+  BarSync(kAllBarrier, C::kThreads);
+  if (warp >= 4) return;
   const auto [this_slot, this_head] = slot_and_head();
   std::byte* image = ws.images + (int64_t{this_slot} * HV + this_head) *
                                      (kGradient ? image::kGradientBytes : image::kBytes);
@@ -174,17 +171,17 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     if (kGradient) BulkStore(image + image::kBeta, smem + C::kBeta, image::kBetaBytes);
     BulkCommit();
   }
-  InvertUnitLower(m.own, m.own + 10 * kBlock, kInverseBarrier, warp, lane);
+  InvertUnitLower(m.own, m.own + 10 * kBlock, kQuadBarrier, warp, lane);
   if constexpr (kGradient) {
     if (tid == 0) BulkWaitRead();  // q has left
-    BarSync(kInverseBarrier, 128);
+    BarSync(kQuadBarrier, 128);
     PackStrictlyLower<Operand, true>(m, smem + C::kTiles, tid);
     PackStrictlyLower<Operand, false>(m, smem + C::kAInv, tid);
   } else {
     PackInverse<Operand>(m, smem + C::kAInv, tid);
   }
   FenceProxyAsync();
-  BarSync(kInverseBarrier, 128);
+  BarSync(kQuadBarrier, 128);
   if (tid == 0) {
     BulkStore(image + image::kAInv, smem + C::kAInv, kMatrix);
     if (kGradient) BulkStore(image + image::kEInv, smem + C::kTiles, kMatrix);
