@@ -442,13 +442,15 @@ def test_slices_leave_the_bits_of_whole_rows(monkeypatch, chunks):
 
 
 def test_slices_of_a_pool_with_checkpoints(monkeypatch):
-    x = draw(GPU, B=2, T=330, H=2, state=True)
-    pool = np.zeros((12, 2, 128, 128), np.float32)
-    pool[:2] = x["initial_state"]
-    x |= {"initial_state": pool, "state_indices": np.array([1, 0], np.int32)}
-    x["checkpoint_indices"] = np.arange(2, 12, dtype=np.int32).reshape(2, 5)
+    x = draw(GPU, B=3, T=330, H=2, state=True)
+    pool = np.zeros((13, 2, 128, 128), np.float32)
+    pool[:3] = x["initial_state"]
+    x |= {"initial_state": pool, "state_indices": np.array([1, -1, 0], np.int32)}
+    x["checkpoint_indices"] = np.array([range(3, 8), [2] * 5, range(8, 13)], np.int32)
     expected = run_slices(monkeypatch, 0, x)
-    assert np.any(expected[1][2:], (1, 2, 3)).all()
+    assert np.any(expected[1], (1, 2, 3)).all()
+    assert not expected[0][1].any()
+    np.testing.assert_array_equal(expected[1][2], pool[2])
     jax.tree.map(np.testing.assert_array_equal, run_slices(monkeypatch, 2, x), expected)
 
 

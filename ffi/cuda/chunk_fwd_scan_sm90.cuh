@@ -134,7 +134,7 @@ __device__ inline Segment FindWork(const FwdParams& p, const Workspace& ws, int6
 
 // What of a row is in the slice, from the state that the slice before left.
 __device__ inline void CutToSlice(Segment& s, const Slice& slice) {
-  const int begin = static_cast<int>(slice.first) * kChunk;
+  const int begin = min(static_cast<int>(slice.first) * kChunk, s.length);
   const int end = min(begin + static_cast<int>(slice.count) * kChunk, s.length);
   s.chunk = slice.first;
   s.first_chunk += slice.first;
