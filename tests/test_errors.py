@@ -665,15 +665,18 @@ def test_handler_keeps_checkpoints_only_in_a_pool_that_it_returns(indices, outpu
     [
         ({"segment_chunks": -1}, "`segment_chunks` must not be negative; got -1"),
         ({"slice_chunks": -1}, "`slice_chunks` must not be negative; got -1"),
-        (
-            {"segment_chunks": 1, "slice_chunks": 2},
-            "`slice_chunks` must be 0 with segments or offsets; got 2",
+        *(
+            (
+                other | {"slice_chunks": 2},
+                "`slice_chunks` must be 0 with segments or offsets; got 2",
+            )
+            for other in ({"segment_chunks": 1}, {"offsets_step": 1})
         ),
     ],
 )
 def test_handler_cuts_no_scan_into_less_than_nothing(monkeypatch, cut, message):
-    attributes = primitive._attributes
-    monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig, **cut))
+    attributes, cut = primitive._attributes, {name: np.int32(n) for name, n in cut.items()}
+    monkeypatch.setattr(primitive, "_attributes", lambda sig: attributes(sig) | cut)
     handler_raises(message, arguments())
 
 

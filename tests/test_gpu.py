@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from platforms import GPU, OPERANDS, draw, judge, op, rms_ratio, run, truth
 
-from jax_kda import primitive
+from jax_kda import hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -340,7 +340,7 @@ def test_head_sizes(K, V, gate, packing):
 @pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64)])
 def test_head_sizes_of_segments_and_of_many_chains(K, V):
     x = draw(GPU, T=2600, H=2, K=K, V=V, state=True)
-    assert primitive.segment_chunks(1, 2600, 2, 1, False) > 0
+    assert hopper.segment_chunks(1, 2600, 2, 1, False) > 0
     expect(x, **NORMED)
     expect(draw(GPU, B=2, T=130, H=70, K=K, V=V, state=True), **NORMED)
 
@@ -361,7 +361,7 @@ def draw_cut(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     offsets = sizes.pop("cu_seqlens", None)
     M = len(offsets) - 1 if offsets else 1
     HV = sizes.get("HV", sizes["H"])
-    assert primitive.segment_chunks(sizes["B"], sizes["T"], HV, M, offsets is not None) > 0
+    assert hopper.segment_chunks(sizes["B"], sizes["T"], HV, M, offsets is not None) > 0
     x = draw(GPU, **sizes, N=M if offsets else None, state=True, **more)
     return x, NORMED | ({"cu_seqlens": np.array(offsets, np.int32)} if offsets else {})
 
@@ -429,14 +429,25 @@ def run_slices(
     monkeypatch: pytest.MonkeyPatch, chunks: int, x: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `run`, in slices of so many chunks; 0: whole rows."""
-    monkeypatch.setattr(primitive, "slice_chunks", lambda *sizes: chunks)
+    asked = []  # the answer is looked up where the call is lowered, and else nowhere
+    monkeypatch.setattr(hopper, "slice_chunks", lambda *sizes: asked.append(sizes) or chunks)
     jax.clear_caches()
-    return run(GPU, x, **NORMED)
+    results = run(GPU, x, **NORMED)
+    assert asked
+    return results
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_slices_leave_the_bits_of_whole_rows(monkeypatch, chunks):
     x = draw(GPU, B=2, T=330, H=2, HV=4, state=True)
+    expected = run_slices(monkeypatch, 0, x)
+    jax.tree.map(np.testing.assert_array_equal, run_slices(monkeypatch, chunks, x), expected)
+
+
+def test_long_rows_are_sliced_without_a_trace(monkeypatch):
+    chunks = hopper.slice_chunks(1, 8192, 49, 1, False)
+    assert chunks > 0
+    x = draw(GPU, T=8192, H=49, state=True)
     expected = run_slices(monkeypatch, 0, x)
     jax.tree.map(np.testing.assert_array_equal, run_slices(monkeypatch, chunks, x), expected)
 

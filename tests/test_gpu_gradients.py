@@ -15,7 +15,7 @@ from platforms import op, rms_ratio
 from test_golden import load, vector_ids
 from test_gradients import draw_cotangents, gradients
 
-from jax_kda import primitive
+from jax_kda import hopper, primitive
 
 pytestmark = pytest.mark.gpu
 
@@ -47,15 +47,18 @@ def true_gradients(x: dict[str, Any], cotangents: Any, **options: Any) -> dict[s
 def check_A_log(actual: Any, x: dict[str, Any], expected: dict[str, Any], **options: Any) -> None:
     """Against the size that such sums have: almost everything cancels in the one number of a head,
     and in few heads more than usual. Were channels independent, theirs would add up to that size.
+    Never more than 3% of the sums themselves.
     """
     dz = np.asarray(expected["g"])
     z = x["g"].astype(np.float64) + x["dt_bias"].reshape(dz.shape[2:])
     if options["lower_bound"] is None:
         z = np.logaddexp(0, z) * (1 + np.exp(-z))  # softplus over its slope
     channels = np.sum(z * dz, axis=(0, 1))
-    size = max(np.mean(np.sum(channels**2, axis=-1)), np.mean(expected["A_log"] ** 2)) ** 0.5
-    error = np.mean((np.asarray(actual, np.float64) - expected["A_log"]) ** 2) ** 0.5
-    assert error <= BOUND * size, f"gradient of A_log is off by {error:.2e} of {size:.2e}"
+    rms = lambda a: np.mean(a**2) ** 0.5
+    own, error = rms(expected["A_log"]), rms(np.asarray(actual, np.float64) - expected["A_log"])
+    size = max(np.mean(np.sum(channels**2, axis=-1)) ** 0.5, own)
+    limit = min(BOUND * size, 0.03 * own)
+    assert error <= limit, f"gradient of A_log is off by {error:.2e}, more than {limit:.2e}"
 
 
 def check(x: dict[str, Any], **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -202,7 +205,7 @@ CUTS = {
 def test_scans_in_segments(name: str):
     case = CUTS[name]
     M, HV = len(case.lengths) or 1, case.HV or case.H
-    assert primitive.gradient_segment_chunks(case.B, case.T, HV, M, bool(case.lengths)) > 0
+    assert hopper.gradient_segment_chunks(case.B, case.T, HV, M, bool(case.lengths)) > 0
     x, options = make_inputs(wide(case), jnp.bfloat16)
     check(x, **options)
 

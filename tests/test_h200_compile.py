@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_kda
-from jax_kda import primitive
+from jax_kda import hopper, primitive
 
 # The plugin registers without CUDA's libraries; JAX looks for it when devices are first asked for.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -96,7 +96,7 @@ def test_lowering_has_one_call_of_the_contract(N, operands):
     ((target, arguments),) = custom_calls(text)
     assert target == "kda_chunk_fwd"
     assert arguments.count("%") == operands
-    workspace = primitive.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
+    workspace = hopper.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
     assert f"tensor<{workspace}xui8>" in text
 
 
@@ -153,14 +153,14 @@ def test_workspace_is_the_size_that_the_handler_wants():
     for B, T, HV, M in [*shapes, *long]:
         for packed in (False, True):
             sizes = B, T, HV, M, packed
-            cut = primitive.segment_chunks(*sizes)
-            slices = primitive.slice_chunks(*sizes)
+            cut = hopper.segment_chunks(*sizes)
+            slices = hopper.slice_chunks(*sizes)
             expected = primitive._cuda.chunk_fwd_workspace_bytes(*sizes, cut, slices)
-            assert primitive.chunk_fwd_workspace_bytes(*sizes) == expected
-            cut = primitive.gradient_segment_chunks(*sizes)
+            assert hopper.chunk_fwd_workspace_bytes(*sizes) == expected
+            cut = hopper.gradient_segment_chunks(*sizes)
             for H in {1, HV}:
                 expected = primitive._cuda.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed, cut)
-                assert primitive.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed) == expected
+                assert hopper.chunk_bwd_workspace_bytes(B, T, H, HV, M, packed) == expected
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_workspace_is_the_size_that_the_handler_wants():
     ],
 )
 def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
-    assert primitive.segment_chunks(B, T, HV, M, packed) == chunks
+    assert hopper.segment_chunks(B, T, HV, M, packed) == chunks
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     ],
 )
 def test_long_rows_are_sliced(B, T, HV, packed, chunks):
-    assert primitive.slice_chunks(B, T, HV, 1, packed) == chunks
+    assert hopper.slice_chunks(B, T, HV, 1, packed) == chunks
 
 
 @pytest.mark.parametrize(
     "B, T, HV, chunks", [(1, 8192, 32, 0), (1, 8192, 16, 0), (1, 8192, 8, 22), (8, 2048, 32, 0)]
 )
 def test_few_long_chains_of_the_gradient_are_cut(B, T, HV, chunks):
-    assert primitive.gradient_segment_chunks(B, T, HV, 1, False) == chunks
+    assert hopper.gradient_segment_chunks(B, T, HV, 1, False) == chunks
 
 
 def gradient(f, x, state):
@@ -217,7 +217,7 @@ def test_gradient_is_one_call_with_a_workspace(HV):
     text = lower_for_cuda(functools.partial(gradient, chunk_kda), x, state)
     targets = dict(custom_calls(text))
     assert targets["kda_chunk_bwd"].count("%") == 8 + 2  # and the cotangents
-    assert f"tensor<{primitive.chunk_bwd_workspace_bytes(2, 256, 4, HV, 1, False)}xui8>" in text
+    assert f"tensor<{hopper.chunk_bwd_workspace_bytes(2, 256, 4, HV, 1, False)}xui8>" in text
 
 
 @pytest.mark.parametrize("sizes", [{"K": 64}, {"V": 64}, {"dtype": jnp.float32}])
@@ -286,14 +286,14 @@ def assert_in_place(compiled, aliased, workspace=0):
 @pytest.mark.parametrize("N", [None, 3])
 def test_out_and_state_are_written_in_place(h200s, N):
     x, out, state = types(B=1, N=N)
-    workspace = primitive.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
+    workspace = hopper.chunk_fwd_workspace_bytes(1, 256, 4, N or 1, N is not None)
     compiled = compile_on_one(h200s, fwd, (x, out, state))
     assert_in_place(compiled, nbytes(out, state), workspace)
 
 
 def test_state_of_chunk_kda_is_written_in_place(h200s):
     x, _, state = types()
-    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    workspace = hopper.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
     assert_in_place(compile_on_one(h200s, chunk_kda, (x, state)), nbytes(state), workspace)
 
 
@@ -310,7 +310,7 @@ def test_a_pool_is_written_in_place(h200s, f):
     x, _, _ = types(T=T)
     x["state_indices"] = jax.ShapeDtypeStruct((2,), jnp.int32)
     pool = jax.ShapeDtypeStruct((9, 4, 128, 128), jnp.float32)
-    workspace = 0 if f is decode else primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    workspace = 0 if f is decode else hopper.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
     assert_in_place(compile_on_one(h200s, f, (x, pool)), nbytes(pool), workspace)
 
 
@@ -355,8 +355,8 @@ def test_memory_of_training_is_what_the_docs_say(h200s, T, H, limit):
     arguments = place(SingleDeviceSharding(h200s.devices[0]), (x, state, (do, state)))
     memory: Any = jax.jit(both).lower(*arguments).compile().memory_analysis()
     workspaces = (
-        primitive.chunk_fwd_workspace_bytes(1, T, H, 1, False),
-        primitive.chunk_bwd_workspace_bytes(1, T, H, H, 1, False),
+        hopper.chunk_fwd_workspace_bytes(1, T, H, 1, False),
+        hopper.chunk_bwd_workspace_bytes(1, T, H, H, 1, False),
     )
     arrays = nbytes(*x.values(), do, state, state)
     assert arrays == T * H * (1026 + 256) + H * (129 + 2 * 128 * 128) * 4
@@ -385,7 +385,7 @@ def test_refs_are_written_in_place(h200s):
         assert fwd(x, out, state) == (None, None)
         return jax.freeze(out), jax.freeze(state)
 
-    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
+    workspace = hopper.chunk_fwd_workspace_bytes(2, 256, 4, 1, False)
     assert_in_place(compile_on_one(h200s, f, (x, out, state)), nbytes(out, state), workspace)
 
 
@@ -398,7 +398,7 @@ def test_rows_and_heads_shard_in_place_without_collectives(h200s, H, HV):
     x = {n: place(gate if n in ("A_log", "dt_bias") else tokens, a) for n, a in x.items()}
     arguments = x, place(tokens, out), place(NamedSharding(mesh, P("rows", "heads")), state)
     compiled = jax.jit(fwd, donate_argnums=(1, 2)).lower(*arguments).compile()
-    workspace = primitive.chunk_fwd_workspace_bytes(2, 256, HV // 2, 1, False)
+    workspace = hopper.chunk_fwd_workspace_bytes(2, 256, HV // 2, 1, False)
     assert_in_place(compiled, nbytes(out, state) // 4, workspace)  # so there is no collective
 
 

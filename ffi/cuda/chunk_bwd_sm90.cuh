@@ -36,9 +36,9 @@ inline constexpr int kBytes = kY + kTile;
 // What a chunk and value head adds to the gate's parameters: ddt_bias [2, K] of either half of its
 // tokens, dA_log of 16 warps.
 inline constexpr int kParameterSums = 2 * kHead + 16;
-// Blocks of the gradients kernel, one an SM of an H100 or H200. With grouped value heads each keeps
+// Blocks of the gradients kernel, one an SM. With grouped value heads each keeps
 // the sums of dq and dk of its chunk between heads: 32 numbers a thread.
-inline constexpr int kGradientBlocks = 132, kGradientThreads = 512, kGroupSums = 32;
+inline constexpr int kGradientBlocks = kSms, kGradientThreads = 512, kGroupSums = 32;
 
 struct BwdWorkspace {
   // Images of image::kGradientBytes. Where scans are cut, segment_states and transitions are twice

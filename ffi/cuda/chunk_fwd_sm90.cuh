@@ -24,6 +24,7 @@
 
 namespace jax_kda::sm90 {
 
+inline constexpr int kSms = 132;   // of an H100 or H200
 inline constexpr int kHead = 128;  // K and V in shared memory and in the workspace
 inline constexpr int kTile =
     kChunk * kHead * 2;  // bytes of a 64 x 128 tile of 16-bit numbers, in two 64-column halves

@@ -13,8 +13,6 @@
 
 namespace jax_kda::sm90 {
 
-inline constexpr int kSms = 132;  // of an H100 or H200
-
 // [tokens, heads, size] bf16, size 64 or 128, as tiles of `halves` x 64 tokens x 64 channels; a
 // half that is not there is read as zeros. The driver's function comes through the runtime, so that
 // nothing links libcuda.

@@ -250,8 +250,9 @@ inline void Release(Clock& to) {
 }
 inline void Acquire(const Clock& from) { Join(ThisWarp().clock, from); }
 
-inline void Arrive(int id, int threads) {
+inline void Sync(int id, int threads) {
   Barrier& barrier = block->barriers[id];
+  const uint64_t generation = barrier.generation;
   Release(barrier.gathered);
   ++block->progress;
   if (++barrier.arrived == threads) {
@@ -260,11 +261,6 @@ inline void Arrive(int id, int threads) {
     Join(barrier.released, barrier.gathered);
   }
   if (barrier.arrived > threads) Fail("more arrivals than a barrier has threads");
-}
-inline void Sync(int id, int threads) {
-  Barrier& barrier = block->barriers[id];
-  const uint64_t generation = barrier.generation;
-  Arrive(id, threads);
   WaitFor([&] { return barrier.generation != generation; });
   Acquire(barrier.released);
   ++block->current->step;
