@@ -120,7 +120,7 @@ def chunk_bwd_workspace_bytes(B: Any, T: Any, H: Any, HV: Any, M: Any, packed: b
     cut = gradient_segment_chunks(B, T, HV, M, packed)
     NT = chunk_slots(B, T, M, packed)
     image = 3 * C * K * 2 + 3 * C * C * 2 + K * 4 + 128 + C * 4
-    record = 2 * V * K * 2 + 2 * C * V * 2
+    record = 2 * V * K * 2 + 3 * C * V * 2
     group = _SMS * 32 * 512 * 4 if HV > H else 0
     sums = (2 * K + 16) * 4
     plan = 16 * NT + 32 * B * M if packed else 0

@@ -154,6 +154,12 @@ def test_gradients(name: str):
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("file", test_gpu_gradients.FLA_GOLDEN)
+def test_golden_gradients(file: str):
+    test_gpu_gradients.test_golden((file, ""))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_slices(monkeypatch: pytest.MonkeyPatch):
     test_gpu.test_slices_leave_the_bits_of_whole_rows(monkeypatch, 2)
     test_gpu.test_slices_of_a_pool_with_checkpoints(monkeypatch)

@@ -4,12 +4,14 @@
 //   dAqk = scale tril(do v_new^T)      dAkk = -tril(dv v_new^T, -1)      dbeta = diagonal(y e^T)
 //   row_q = scale do S                 row_k = -dv S                     col = v_new dS
 //
+// with e + e_low for e.
+//
 // The pairs of tokens, and what a lane holds, are the business of chunk_bwd_pairs_sm90.cuh.
 //
-// Grid: persistent, one block an SM. Block: 16 warps, 8 of each side. Four barriers a chunk: dAqk,
-// dAkk and norms are there; of a pair of warps, their operands are; pairs are done; dq, dk and dg
-// are there. Of the next chunk, inputs, S and dS are loaded from the first on, the rest of the
-// record from the third.
+// Grid: persistent, one block an SM. Block: 16 warps, 8 of each side. Five barriers a chunk: its
+// products are done; dAqk, dAkk and norms are there; of a pair of warps, their operands are; pairs
+// are done; dq, dk and dg are there. Of the next chunk, k, g, S and dS are loaded from the second
+// on, the rest of the record from the fourth, q from the last.
 #pragma once
 
 #include <type_traits>
@@ -59,15 +61,17 @@ __device__ inline GradientStep NextGradientStep(const FwdParams& p, const Worksp
                    : FindGradientStep(p, ws, s.item, s.r + 1);
 }
 
-// One thread each: what the products of a step take of its record, and beta; S and dS; the inputs.
+// One thread each: what the products of a step take of its record, and beta; S and dS; k and g; q.
 __device__ inline void LoadValues(uint32_t smem, const GradientMaps& maps, const FwdParams& p,
                                   const BwdWorkspace& ws, const GradientStep& s) {
   using C = GradientsConfig;
   const int64_t at = int64_t{s.slot} * p.HV + s.h;
   const std::byte* image = ws.fwd.images + at * image::kGradientBytes;
+  const std::byte* record = ws.records + at * record::kBytes;
   const uint32_t full = smem + C::kValuesFull;
-  MbarrierExpectTx(full, 3 * kTile + kHead * 4 + kChunk * 4);
-  BulkLoad(smem + C::kE, ws.records + at * record::kBytes + record::kE, 2 * kTile, full);
+  MbarrierExpectTx(full, 4 * kTile + kHead * 4 + kChunk * 4);
+  BulkLoad(smem + C::kE, record + record::kE, 2 * kTile, full);
+  BulkLoad(smem + C::kELow, record + record::kELow, kTile, full);
   TmaLoad(smem + C::kDo, &maps.do_, full, s.h, s.chunk.token, 0);
   BulkLoad(smem + C::kBeta, image + image::kBeta, kChunk * 4, full);
   BulkLoad(smem + C::kDecay, image + image::kDecay, kHead * 4, full);
@@ -85,8 +89,7 @@ __device__ inline void LoadInputs(uint32_t in, uint32_t full, const GradientMaps
                                   const FwdParams& p, const GradientStep& s) {
   using C = GradientsConfig;
   const bool wide = sizeof(G) == 4;
-  MbarrierExpectTx(full, 2 * kTile + (wide ? s.chunk.valid * kHead * 4 : kTile));
-  TmaLoad(in + C::kQ, &maps.q, full, s.hq, s.chunk.token, 0);
+  MbarrierExpectTx(full, kTile + (wide ? s.chunk.valid * kHead * 4 : kTile));
   TmaLoad(in + C::kK, &maps.k, full, s.hq, s.chunk.token, 0);
   if (wide) {
     const float* row =
@@ -100,33 +103,51 @@ __device__ inline void LoadInputs(uint32_t in, uint32_t full, const GradientMaps
   }
 }
 
-// A quarter of do e^T (first and third warpgroup) or y e^T: 64 tokens i, 32 tokens j. Issued, not
-// waited for; so are the three products with S and dS, of this warp's channels and tokens.
-__device__ __forceinline__ void IssueProducts(float (&dA)[4][4], float (&dq)[4][4],
-                                              float (&dk)[4][4], float (&dG)[4][4], uint32_t smem) {
+__device__ inline void LoadQueries(uint32_t in, uint32_t full, const GradientMaps& maps,
+                                   const GradientStep& s) {
+  MbarrierExpectTx(full, kTile);
+  TmaLoad(in + GradientsConfig::kQ, &maps.q, full, s.hq, s.chunk.token, 0);
+}
+
+// Issued, not waited for: do S and y S of this warp's channels and tokens.
+__device__ __forceinline__ void IssueStateProducts(float (&dq)[4][4], float (&dk)[4][4],
+                                                   uint32_t smem) {
   using C = GradientsConfig;
   const int warpgroup = __shfl_sync(~0u, ThreadIndex() >> 7, 0), odd = warpgroup & 1;
   const uint32_t tokens = (warpgroup >> 1) * 32 * 128;
-  const uint64_t left = WgmmaDescriptor(smem + (odd ? C::kY : C::kDo), 16),
-                 e = WgmmaDescriptor(smem + C::kE + tokens, 16),
-                 y = WgmmaDescriptor(smem + C::kY + tokens, 16),
+  const uint64_t y = WgmmaDescriptor(smem + C::kY + tokens, 16),
                  do_ = WgmmaDescriptor(smem + C::kDo + tokens, 16),
-                 S = WgmmaDescriptor(smem + C::kState + odd * record::kStateHalf, 16),
-                 dS = WgmmaDescriptor(smem + C::kDState + odd * record::kStateHalf, 16);
+                 S = WgmmaDescriptor(smem + C::kState + odd * record::kStateHalf, 16);
   constexpr uint64_t kRowStep = 16 * 128 >> 4;
   WgmmaFence();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
-    Wgmma64x32<0>(dA, left + step, e + step, j > 0);
-  }
-  WgmmaCommit();
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
     Wgmma64x32<1>(dq, S + j * kRowStep, do_ + step, j > 0);
     Wgmma64x32<1>(dk, S + j * kRowStep, y + step, j > 0);
-    Wgmma64x32<1>(dG, dS + j * kRowStep, e + step, j > 0);
+  }
+  WgmmaCommit();
+}
+// So are e dS, and a quarter of do e^T (first and third warpgroup) or y e^T: 64 tokens i, 32 tokens
+// j. Of e and of e_low.
+__device__ __forceinline__ void IssueErrorProducts(float (&dA)[4][4], float (&dG)[4][4],
+                                                   uint32_t smem) {
+  using C = GradientsConfig;
+  const int warpgroup = __shfl_sync(~0u, ThreadIndex() >> 7, 0), odd = warpgroup & 1;
+  const uint32_t tokens = (warpgroup >> 1) * 32 * 128;
+  const uint64_t left = WgmmaDescriptor(smem + (odd ? C::kY : C::kDo), 16),
+                 dS = WgmmaDescriptor(smem + C::kDState + odd * record::kStateHalf, 16);
+  constexpr uint64_t kRowStep = 16 * 128 >> 4;
+  WgmmaFence();
+#pragma unroll
+  for (int low = 0; low < 2; ++low) {
+    const uint64_t e = WgmmaDescriptor(smem + (low ? C::kELow : C::kE) + tokens, 16);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const uint64_t step = (j >> 2) * (kHalfTile >> 4) + (j & 3) * 2;
+      Wgmma64x32<0>(dA, left + step, e + step, low + j > 0);
+      Wgmma64x32<1>(dG, dS + j * kRowStep, e + step, low + j > 0);
+    }
   }
   WgmmaCommit();
 }
@@ -419,7 +440,7 @@ __device__ __forceinline__ void FoldSums(float (&x)[16], int lane) {
 }
 
 // q . dq and k . dk of every token, over this warp's channels; heard after a barrier.
-template <typename Type>
+template <typename Type, typename G>
 __device__ __forceinline__ void TellDots(const float (&dq)[4][4], const float (&dk)[4][4],
                                          uint32_t smem, uint32_t in) {
   using C = GradientsConfig;
@@ -445,11 +466,11 @@ __device__ __forceinline__ void TellDots(const float (&dq)[4][4], const float (&
   FoldSums<4>(dots, at.lane);
   FoldSums<2>(dots, at.lane);
   // What is left is of q or k by lane bit 16, of n by the next two, of t by the last.
-  StsF32x2(at.DotsAt(at.warp), dots[0], dots[1]);
+  StsF32x2(at.DotsAt<G>(in, at.warp), dots[0], dots[1]);
 }
 
 // dq and dk of the normalised rows -> of the rows as they are given, in the places of q and k.
-template <bool kL2Norm, typename Type>
+template <bool kL2Norm, typename Type, typename G>
 __device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4], uint32_t smem,
                                            uint32_t in) {
   using C = GradientsConfig;
@@ -458,7 +479,7 @@ __device__ __forceinline__ void FinishKeys(float (&dq)[4][4], float (&dk)[4][4],
   if (kL2Norm) {
 #pragma unroll
     for (int w = 0; w < 8; ++w) {
-      const float2 dots = LdsF32x2(at.DotsAt(w));
+      const float2 dots = LdsF32x2(at.DotsAt<G>(in, w));
       sum.x += dots.x;
       sum.y += dots.y;
     }
@@ -553,9 +574,12 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     return reinterpret_cast<GradientStep*>(shared + C::kSteps + (which & 1) * 64);
   };
   auto stage_of = [&](uint32_t i) { return kStages == 1 ? 0 : i & 1; };
+  auto stage = [&](uint32_t i) { return smem + C::kInputs + stage_of(i) * C::kStageBytes; };
   auto load_inputs = [&](uint32_t i, const GradientStep& s) {
-    LoadInputs<G>(smem + C::kInputs + stage_of(i) * C::kStageBytes,
-                  smem + C::kInputsFull + 8 * stage_of(i), maps, p, s);
+    LoadInputs<G>(stage(i), smem + C::kInputsFull + 8 * stage_of(i), maps, p, s);
+  };
+  auto load_queries = [&](uint32_t i, const GradientStep& s) {
+    LoadQueries(stage(i), smem + C::kQueriesFull, maps, s);
   };
   if (ThreadIndex() == 0) {
     const GradientStep s = FindGradientStep(p, ws.fwd, blockIdx.x, 0);
@@ -563,9 +587,13 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     Sts32(smem + C::kZero, 0);
     MbarrierInit(smem + C::kValuesFull, 1);
     MbarrierInit(smem + C::kStatesFull, 1);
+    MbarrierInit(smem + C::kQueriesFull, 1);
     for (int i = 0; i < kStages; ++i) MbarrierInit(smem + C::kInputsFull + 8 * i, 1);
     FenceMbarrierInit();
-    if (s.item != kNoItem) load_inputs(0, s);
+    if (s.item != kNoItem) {
+      load_inputs(0, s);
+      load_queries(0, s);
+    }
     GriddepcontrolWait();  // for the scans' records, which all but the inputs comes after
     if (s.item != kNoItem) {
       LoadValues(smem, maps, p, ws, s);
@@ -576,40 +604,41 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   for (uint32_t i = 0; step(i)->item != kNoItem; ++i) {
     const GradientStep& s = *step(i);
     const int valid = s.chunk.valid;
-    const uint32_t in = smem + C::kInputs + stage_of(i) * C::kStageBytes;
+    const uint32_t in = stage(i);
     float dq[4][4], dk[4][4], dG[4][4], exponents[4][4];
     MbarrierWait(smem + C::kValuesFull, i & 1);
     MbarrierWait(smem + C::kStatesFull, i & 1);
     {
       const ChannelGate gate(p, s.chunk.row, s.h, GradientPlace(smem).channel);
-      float dA[4][4], logits[2];
-      LoadLogits(logits, p, s);
-      IssueProducts(dA, dq, dk, dG, smem);
+      float dA[4][4], eights[2], logits[2];
+      IssueStateProducts(dq, dk, smem);
       MbarrierWait(smem + C::kInputsFull + 8 * stage_of(i), kStages == 1 ? i & 1 : i >> 1 & 1);
-      MiddleExponents<kGate, G>(exponents, smem, in, p, gate, valid);
+      MiddleExponents<kGate, G>(exponents, eights, smem, in, p, gate, valid);
+      LoadLogits(logits, p, s);
+      IssueErrorProducts(dA, dG, smem);
       StateDots(smem);
-      // A warp whose quarter of dAqk or dAkk is above the diagonal: norms of 32 rows.
-      if (const int tid = ThreadIndex(); kL2Norm && tid >= 256 && (tid & 64) == 0) {
-        const bool of_q = (tid & 128) == 0;
-        const uint32_t tile = in + (of_q ? C::kQ : C::kK),
-                       norms = smem + C::kNorms + (of_q ? 0 : kChunk * 4);
-        GradientNorms(tile, norms, tid & 32, valid);
-        GradientNorms(tile, norms, (tid & 32) + 16, valid);
-      }
-      WgmmaWait<1>();
-      StorePairs(dA, logits, smem, b, s);
       WgmmaWait<0>();
+      __syncthreads();
+      StoreEights(eights, smem);
+      StorePairs(dA, logits, smem, b, s);
     }
+    MbarrierWait(smem + C::kQueriesFull, i & 1);
+    // A warp whose quarter of dAqk or dAkk is above the diagonal: norms of 32 rows.
+    if (const int tid = ThreadIndex(); kL2Norm && tid >= 256 && (tid & 64) == 0) {
+      const bool of_q = (tid & 128) == 0;
+      const uint32_t tile = in + (of_q ? C::kQ : C::kK),
+                     norms = smem + C::kNorms + (of_q ? 0 : kChunk * 4);
+      GradientNorms(tile, norms, tid & 32, valid);
+      GradientNorms(tile, norms, (tid & 32) + 16, valid);
+    }
+    if (kStages == 2 && ThreadIndex() == 0) BulkWaitRead();  // the chunk before has left its stage
     __syncthreads();
     if (ThreadIndex() == 0) {
       const GradientStep next = NextGradientStep(p, ws.fwd, s);
       *step(i + 1) = next;
       if (next.item != kNoItem) {
         LoadStates(smem, p, ws, next);
-        if (kStages == 2) {
-          BulkWaitRead();  // the chunk before has left its stage
-          load_inputs(i + 1, next);
-        }
+        if (kStages == 2) load_inputs(i + 1, next);
       }
     }
     if (AnyStrong(smem)) {
@@ -625,17 +654,21 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     if (p.HV > p.H) {
       AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
     }
-    if (kL2Norm && s.Last(p)) TellDots<Type>(dq, dk, smem, in);
+    if (kL2Norm && s.Last(p)) TellDots<Type, G>(dq, dk, smem, in);
     FenceProxyAsync();
     __syncthreads();
     if (ThreadIndex() == 0) {
       const GradientStep& next = *step(i + 1);
       if (next.item != kNoItem) LoadValues(smem, maps, p, ws, next);
     }
-    if (s.Last(p)) FinishKeys<kL2Norm, Type>(dq, dk, smem, in);
+    if (s.Last(p)) FinishKeys<kL2Norm, Type, G>(dq, dk, smem, in);
     FinishGates<kGate, G>(dG, outside, smem, in, gate, p, ws, s);
     FenceProxyAsync();
     __syncthreads();
+    if (ThreadIndex() == 0) {
+      const GradientStep& next = *step(i + 1);
+      if (kStages == 2 && next.item != kNoItem) load_queries(i + 1, next);
+    }
     StoreGradients<G>(in, maps, b, s);
     if (ThreadIndex() == 0) {
       BulkCommit();
@@ -643,6 +676,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       if (kStages == 1 && next.item != kNoItem) {
         BulkWaitRead();
         load_inputs(i + 1, next);
+        load_queries(i + 1, next);
       }
     }
   }

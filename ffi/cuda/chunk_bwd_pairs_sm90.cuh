@@ -37,11 +37,13 @@ struct GradientsConfig {
   // A row of fp32 g; the 16 put the rows of a lane's neighbours on different banks.
   static constexpr int kWideRow = kHead * 4 + 16;
 
-  // Shared memory, bytes. The record: do e y are one load, S and dS the other.
+  // Shared memory, bytes. The record: do e y e_low are one load, S and dS the other.
   static constexpr int kDo = 0, kE = kTile, kY = 2 * kTile;
   static constexpr int kState = 3 * kTile, kDState = kState + record::kStateTile;
   static constexpr int kDAqk = kDState + record::kStateTile;  // [64, 64], strictly lower
   static constexpr int kDAkk = kDAqk + kMatrix;               // [64, 64], strictly lower
+  static constexpr int kELow = kDAqk;  // in their place until the products are done
+  static_assert(2 * kMatrix == kTile);
   // In the place of do, e and y from the products to the next load: operands of 16 tokens and
   // channels, as registers hold them.
   static constexpr int kQHead = kDo, kKHead = kE, kKTail = kY;
@@ -51,9 +53,9 @@ struct GradientsConfig {
   static constexpr int kSides = kBeta + kChunk * 4;       // [2, K] fp32
   static constexpr int kStrong = kSides + 2 * kHead * 4;  // [16] a warp's
   static constexpr int kValuesFull = kStrong + 64, kStatesFull = kValuesFull + 8;
-  static constexpr int kInputsFull = kStatesFull + 8;  // [2]
-  static constexpr int kSteps = kInputsFull + 16;      // this one and the next: [2] of 64 bytes
-  static constexpr int kZero = kSteps + 128;           // a 0 that the compiler cannot see
+  static constexpr int kQueriesFull = kStatesFull + 8, kInputsFull = kQueriesFull + 8;  // [2]
+  static constexpr int kSteps = kInputsFull + 16;  // this one and the next: [2] of 64 bytes
+  static constexpr int kZero = kSteps + 128;       // a 0 that the compiler cannot see
   // q, k and g, where dq, dk and dg take their places. Rows of fp32 are too many for two stages.
   static constexpr int kInputs = (kZero + 4 + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = 3 * kTile;
@@ -61,7 +63,8 @@ struct GradientsConfig {
   static constexpr int kStages = sizeof(G) == 2 ? 2 : 1;
   static constexpr int kQ = 0, kK = kTile, kG = 2 * kTile;  // of a stage
   static constexpr int kBytes = kInputs + 2 * kStageBytes;
-  static_assert(kG + kChunk * kWideRow <= 2 * kStageBytes);
+  static constexpr int kSpare = kG + kChunk * kWideRow;  // where there is one stage: [kTile]
+  static_assert(kSpare + kTile <= 2 * kStageBytes);
   static_assert(record::kE == 2 * record::kStateTile && record::kY == record::kE + kTile);
   static_assert(kBytes <= 232448, "shared memory a block may ask for on sm_90");
 };
@@ -126,14 +129,28 @@ struct GradientPlace {
   }
   // The quarters of dAqk and dAkk above the diagonal are nobody's; these channels have 512 bytes of
   // them: the log decay over the 8 tokens of n-tile n (0..7), for channel g, or + 8 at this ^ 32;
+  // and after both of the pair of warps have read it, of this side's block I the decay to the
+  // chunk's end.
   __device__ __forceinline__ uint32_t EightAt(int n) const {
     return smem + GradientsConfig::kDAqk + (n >> 2) * kMatrix + (n & 3) * 1024 +
            Swizzled(warp, 4 + (g >> 2)) + (g & 3) * 4;
   }
-  // and after both of the pair of warps have read it, what a warp adds to the dots of 32 tokens.
-  __device__ __forceinline__ uint32_t DotsAt(int of_warp) const {
-    return smem + GradientsConfig::kDAqk + side * kMatrix + (lane >> 3) * 1024 +
-           Swizzled(of_warp, 4 + (lane >> 1 & 3)) + (lane & 1) * 8;
+  __device__ __forceinline__ uint32_t EndAt(int I) const { return EightAt(4 * side + I); }
+  // Where the next chunk's q comes at last, or behind the wide rows: what rounding of k_tail leaves
+  // out of the products with dS, of n-tile n; then what a warp adds to the dots of 32 tokens.
+  template <typename G>
+  __device__ __forceinline__ uint32_t RestAt(uint32_t in, int n) const {
+    return Spare<G>(in) + (n * 16 + side * 8 + warp) * 256 + lane * 8;
+  }
+  template <typename G>
+  __device__ __forceinline__ uint32_t DotsAt(uint32_t in, int of_warp) const {
+    return Spare<G>(in) + (side * 8 + of_warp) * 256 + lane * 8;
+  }
+  template <typename G>
+  __device__ __forceinline__ uint32_t Spare(uint32_t in) const {
+    using C = GradientsConfig;
+    const uint32_t other = 2 * (smem + C::kInputs) + C::kStageBytes - in;
+    return C::kStages<G> == 2 ? other + C::kQ : in + C::kSpare;
   }
 };
 
@@ -305,10 +322,11 @@ struct SumsOf8 {
 inline constexpr float kWeakest = 64.f;
 
 // The exponents of `head` for anchors in the middle of blocks; `tail` has their negatives. Whether
-// any is out of range, and the sums over 8 tokens, go to shared memory.
+// any is out of range goes to shared memory. `eights`: the sums over the 8 tokens of n-tile t,
+// which have to wait until their place is free.
 template <Gate kGate, typename G>
-__device__ __forceinline__ void MiddleExponents(float (&exponents)[4][4], uint32_t smem,
-                                                uint32_t in, const FwdParams& p,
+__device__ __forceinline__ void MiddleExponents(float (&exponents)[4][4], float (&eights)[2],
+                                                uint32_t smem, uint32_t in, const FwdParams& p,
                                                 const ChannelGate& gate, int valid) {
   const GradientPlace at(smem);
   bool strong = false;
@@ -323,13 +341,19 @@ __device__ __forceinline__ void MiddleExponents(float (&exponents)[4][4], uint32
       exponents[n][2 * c] = n & 1 ? sums.from[0] : -sums.to[0];
       exponents[n][2 * c + 1] = n & 1 ? sums.from[1] : -sums.to[1];
       strong |= !(sums.all >= -kWeakest);
-      if (at.t == 0) StsF32(at.EightAt(4 * at.side + n) ^ (c * 32), sums.all);
+      eights[c] = n == 0 || at.t == n ? sums.all : eights[c];
     }
   }
   strong = __any_sync(~0u, strong);
   if (at.lane == 0) {
     Sts32(smem + GradientsConfig::kStrong + (at.side * 8 + at.warp) * 4, strong);
   }
+}
+__device__ __forceinline__ void StoreEights(const float (&eights)[2], uint32_t smem) {
+  const GradientPlace at(smem);
+  const uint32_t to = at.EightAt(4 * at.side + at.t);
+  StsF32(to, eights[0]);
+  StsF32(to ^ 32, eights[1]);
 }
 __device__ __forceinline__ bool AnyStrong(uint32_t smem) {
   const GradientPlace at(smem);
@@ -477,21 +501,54 @@ __device__ __forceinline__ void AddProduct(float (&acc)[4][4], int I, const uint
   Mma<Bf16>(acc[2 * I + 1], a, x[2], x[3]);
 }
 
-// do S, y S and e dS, in dq, dk and dG -> dq, dk and dG of q and k as they are normalised, which
-// take the places of q and k. `heads`: the exponents of anchors in the middle.
+// q or k of 16 tokens -> as normalised, in its place, and its operand. `token`: the lane's first.
+template <bool kL2Norm>
+__device__ __forceinline__ void MakeHead(uint32_t (&x)[4], uint32_t place, uint32_t operand,
+                                         const float (&head)[2][4], uint32_t norms, int token,
+                                         int valid) {
+  uint32_t x_head[4];
+  LdmatrixTrans(x, place);
+  if (valid < kChunk) {  // selected away, since they may hold NaN
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = token + 8 * (i >> 1);
+      x[i] &= first + 1 < valid ? ~0u : first < valid ? 0xffffu : 0u;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float2 r = {1.f, 1.f};
+    if (kL2Norm) r = LdsF32x2(norms + (token + 8 * half) * 4);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int i = 2 * half + c;
+      float2 pair = {Bf16Lo(x[i]), Bf16Hi(x[i])};
+      if (kL2Norm) {
+        pair = {pair.x * r.x, pair.y * r.y};
+        x[i] = Pack<Fp16>(pair.x, pair.y);
+      }
+      x_head[i] = Pack<Bf16>(pair.x * head[half][2 * c], pair.y * head[half][2 * c + 1]);
+    }
+  }
+  StmatrixTrans(place, x[0], x[1], x[2], x[3]);
+  Sts128(operand, {x_head[0], x_head[1], x_head[2], x_head[3]});
+}
+
+// All operands, with q and k as normalised in the places of q and k. `heads`: the exponents of
+// anchors in the middle -> the decays. The products with dS, which dG begins with, have no others
+// to cancel with, so their factor is not rounded: `kept` is their sum by block and channel, and
+// what the rounded k_tail leaves out of each goes to shared memory.
 template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
-__device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], float (&dG)[4][4],
-                                         float (&heads)[4][4], uint32_t smem, uint32_t in,
-                                         const FwdParams& p, int row, int h, int valid) {
+__device__ __forceinline__ void MakeOperands(float (&kept)[2][2], float (&dq)[4][4],
+                                             float (&dk)[4][4], float (&dG)[4][4],
+                                             float (&heads)[4][4], uint32_t smem, uint32_t in,
+                                             const FwdParams& p, int row, int h, int valid) {
   using C = GradientsConfig;
   using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
   const GradientPlace at(smem);
-  float kept[2][2] = {};  // by block and channel
 #pragma unroll
   for (int I = 0; I < 2; ++I) {
-    uint32_t q[4], k[4], q_head[4], k_head[4], k_tail[4];
-    LdmatrixTrans(q, in + C::kQ + at.own + I * at.kSixteen);
-    LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
+    const int own = 2 * at.side + I, token = at.token + 16 * I;
     float head[2][4], tail[2][4];
     if (kStrong) {
       EdgeDecays<kGate, G>(head, tail, smem, in, p, row, h, valid, I);
@@ -503,50 +560,108 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
         head[i >> 2][i & 3] = exponent = Ex2(exponent);
       }
     }
-    if (valid < kChunk) {  // selected away, since they may hold NaN
+    if (valid < kChunk) {  // of do, which may hold NaN
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
-        const uint32_t mask = token + 1 < valid ? ~0u : token < valid ? 0xffffu : 0u;
-        q[i] &= mask;
-        k[i] &= mask;
-        if (token >= valid) dq[n][2 * c] = 0.f;  // of do
-        if (token + 1 >= valid) dq[n][2 * c + 1] = 0.f;
+      for (int i = 0; i < 8; ++i) {
+        if (token + 8 * (i >> 2) + (i & 1) >= valid) dq[2 * I + (i >> 2)][i & 3] = 0.f;
       }
     }
+    uint32_t x[4], k_tail[4];
+    MakeHead<kL2Norm>(x, in + C::kQ + at.own + I * at.kSixteen, at.Operand(C::kQHead, own), head,
+                      smem + C::kNorms, token, valid);
+    MakeHead<kL2Norm>(x, in + C::kK + at.own + I * at.kSixteen, at.Operand(C::kKHead, own), head,
+                      smem + C::kNorms + kChunk * 4, token, valid);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = 2 * I + (i >> 1), c = i & 1, token = at.token + 8 * n;
-      float2 qi = {Bf16Lo(q[i]), Bf16Hi(q[i])}, ki = {Bf16Lo(k[i]), Bf16Hi(k[i])};
-      if (kL2Norm) {
-        const float2 rq = LdsF32x2(smem + C::kNorms + token * 4),
-                     rk = LdsF32x2(smem + C::kNorms + (kChunk + token) * 4);
-        qi = {qi.x * rq.x, qi.y * rq.y};
-        ki = {ki.x * rk.x, ki.y * rk.y};
-        q[i] = Pack<Fp16>(qi.x, qi.y);
-        k[i] = Pack<Fp16>(ki.x, ki.y);
+    for (int half = 0; half < 2; ++half) {
+      const int n = 2 * I + half, first = token + 8 * half;
+      const float2 beta = LdsF32x2(smem + C::kBeta + first * 4);
+      uint32_t rest[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float2 k = Unpack<Type>(x[2 * half + c]);
+        k = {k.x * tail[half][2 * c], k.y * tail[half][2 * c + 1]};
+        const uint32_t rounded = k_tail[2 * half + c] = Pack<Bf16>(k.x, k.y);
+        float* row_k = &dk[n][2 * c];
+        float* col = &dG[n][2 * c];
+        row_k[0] *= -beta.x;
+        row_k[1] *= -beta.y;
+        col[0] *= beta.x;
+        col[1] *= beta.y;
+        kept[I][c] = fmaf(k.x, col[0], fmaf(k.y, col[1], kept[I][c]));
+        rest[c] = Pack<Bf16>((k.x - Bf16Lo(rounded)) * col[0], (k.y - Bf16Hi(rounded)) * col[1]);
       }
-      const float* from = &head[i >> 1][2 * c];
-      const float* to = &tail[i >> 1][2 * c];
-      q_head[i] = Pack<Bf16>(qi.x * from[0], qi.y * from[1]);
-      k_head[i] = Pack<Bf16>(ki.x * from[0], ki.y * from[1]);
-      k_tail[i] = Pack<Bf16>(ki.x * to[0], ki.y * to[1]);
-      const float2 beta = LdsF32x2(smem + C::kBeta + token * 4);
-      float* row_k = &dk[n][2 * c];
-      float* col = &dG[n][2 * c];
-      row_k[0] *= -beta.x;
-      row_k[1] *= -beta.y;
-      col[0] *= beta.x;
-      col[1] *= beta.y;
-      kept[I][c] = fmaf(Bf16Lo(k_tail[i]), col[0], fmaf(Bf16Hi(k_tail[i]), col[1], kept[I][c]));
+      Sts64(at.RestAt<G>(in, n), rest[0], rest[1]);
     }
-    StmatrixTrans(in + C::kQ + at.own + I * at.kSixteen, q[0], q[1], q[2], q[3]);
-    StmatrixTrans(in + C::kK + at.own + I * at.kSixteen, k[0], k[1], k[2], k[3]);
-    const int own = 2 * at.side + I;
-    Sts128(at.Operand(C::kQHead, own), {q_head[0], q_head[1], q_head[2], q_head[3]});
-    Sts128(at.Operand(C::kKHead, own), {k_head[0], k_head[1], k_head[2], k_head[3]});
     Sts128(at.Operand(C::kKTail, own), {k_tail[0], k_tail[1], k_tail[2], k_tail[3]});
   }
+}
+
+// The sums -> dq, dk and dG; with the pairs i = j, which nothing decays.
+template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
+__device__ __forceinline__ void FinishPairs(float (&dq)[4][4], float (&dk)[4][4], float (&dG)[4][4],
+                                            const float (&heads)[4][4], uint32_t smem, uint32_t in,
+                                            const FwdParams& p, int row, int h, int valid) {
+  using C = GradientsConfig;
+  using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
+  const GradientPlace at(smem);
+#pragma unroll
+  for (int I = 0; I < 2; ++I) {
+    uint32_t q[4], k[4];
+    LdmatrixTrans(q, in + C::kQ + at.own + I * at.kSixteen);
+    LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
+    float head[2][4], tail[2][4];
+    if (kStrong) {
+      EdgeDecays<kGate, G>(head, tail, smem, in, p, row, h, valid, I);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        head[i >> 2][i & 3] = heads[2 * I + (i >> 2)][i & 3];
+        tail[i >> 2][i & 3] = Rcp(head[i >> 2][i & 3]);
+      }
+    }
+    const int own = 2 * at.side + I;
+    const uint4 heads_q = Lds128(at.Operand(C::kQHead, own)),
+                heads_k = Lds128(at.Operand(C::kKHead, own)),
+                tails_k = Lds128(at.Operand(C::kKTail, own));
+    const uint32_t q_head[4] = {heads_q.x, heads_q.y, heads_q.z, heads_q.w},
+                   k_head[4] = {heads_k.x, heads_k.y, heads_k.z, heads_k.w},
+                   k_tail[4] = {tails_k.x, tails_k.y, tails_k.z, tails_k.w};
+    const float end[2] = {LdsF32(at.EndAt(I)), LdsF32(at.EndAt(I) ^ 32)};
+    const uint2 rests[2] = {Lds64(at.RestAt<G>(in, 2 * I)), Lds64(at.RestAt<G>(in, 2 * I + 1))};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = 2 * I + (i >> 1), c = i & 1;
+      const float2 diagonal = LdsF32x2(smem + C::kDiagonal + (at.token + 8 * n) * 4);
+      const uint32_t rest = c ? rests[i >> 1].y : rests[i >> 1].x;
+      const float2 q_pair = Unpack<Type>(q[i]), k_pair = Unpack<Type>(k[i]);
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int e = 2 * c + x;
+        const float qi = x ? q_pair.y : q_pair.x, ki = x ? k_pair.y : k_pair.x,
+                    d = x ? diagonal.y : diagonal.x, qf = x ? Bf16Hi(q_head[i]) : Bf16Lo(q_head[i]),
+                    kf = x ? Bf16Hi(k_head[i]) : Bf16Lo(k_head[i]),
+                    kt = x ? Bf16Hi(k_tail[i]) : Bf16Lo(k_tail[i]);
+        const float row_q = dq[n][e], row_k = dk[n][e], col = dG[n][e];
+        const float of_k = fmaf(kt, col, (x ? Bf16Hi(rest) : Bf16Lo(rest)) * end[c]);
+        dG[n][e] = fmaf(qf, row_q, fmaf(kf, row_k, -of_k));
+        dq[n][e] = fmaf(head[i >> 1][e], row_q, d * ki);
+        dk[n][e] = fmaf(head[i >> 1][e], row_k, fmaf(tail[i >> 1][e], col, d * qi));
+      }
+    }
+  }
+}
+
+// do S, y S and e dS, in dq, dk and dG -> dq, dk and dG of q and k as they are normalised, which
+// take the places of q and k. `heads`: the exponents of anchors in the middle.
+template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
+__device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], float (&dG)[4][4],
+                                         float (&heads)[4][4], uint32_t smem, uint32_t in,
+                                         const FwdParams& p, int row, int h, int valid) {
+  using C = GradientsConfig;
+  using Type = std::conditional_t<kL2Norm, Fp16, Bf16>;  // of q and k as they are normalised
+  float kept[2][2] = {};
+  MakeOperands<kStrong, kL2Norm, kGate, G>(kept, dq, dk, dG, heads, smem, in, p, row, h, valid);
+  const GradientPlace at(smem);
   // Decays between anchors: rows meet F[J] before block J, columns F[I + 1] after block I. With
   // anchors at the edges F[J] is block J's, for rows after it and for columns before it.
   float F[5][2];
@@ -563,17 +678,25 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
     }
     F[4][c] = kStrong ? 1.f : Ex2(eight[7]);
   }
+  float ends[2][2];  // by block and channel, the decay to the chunk's end
 #pragma unroll
   for (int c = 0; c < 2; ++c) {  // what the keys of both blocks keep decays to the chunk's end
-    const float second = at.side ? F[4][c] : F[4][c] * F[3][c] * F[2][c],
-                first = second * (at.side ? F[3][c] : F[1][c]);
-    float sum = fmaf(kept[0][c], first, kept[1][c] * second);
+    ends[1][c] = at.side ? F[4][c] : F[4][c] * F[3][c] * F[2][c];
+    ends[0][c] = ends[1][c] * (at.side ? F[3][c] : F[1][c]);
+    float sum = fmaf(kept[0][c], ends[0][c], kept[1][c] * ends[1][c]);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const uint32_t side = at.SideAt(at.side) + 32 * c;
     if (at.t == 0) StsF32(side, LdsF32(side) + sum);
   }
   BarSync(1 + at.warp, 64);  // operands of the other side; it has read the decays as well
+  if (at.t == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      StsF32(at.EndAt(i >> 1) ^ ((i & 1) * 32), ends[i >> 1][i & 1]);
+    }
+  }
+  __syncwarp();
 
   // The first decay of do S has its scale as well.
 #pragma unroll
@@ -618,48 +741,7 @@ __device__ __forceinline__ void AddPairs(float (&dq)[4][4], float (&dk)[4][4], f
     }
   }
 
-  // The sums -> dq, dk and dG; with the pairs i = j, which nothing decays.
-#pragma unroll
-  for (int I = 0; I < 2; ++I) {
-    uint32_t q[4], k[4];
-    LdmatrixTrans(q, in + C::kQ + at.own + I * at.kSixteen);
-    LdmatrixTrans(k, in + C::kK + at.own + I * at.kSixteen);
-    float head[2][4], tail[2][4];
-    if (kStrong) {
-      EdgeDecays<kGate, G>(head, tail, smem, in, p, row, h, valid, I);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        head[i >> 2][i & 3] = heads[2 * I + (i >> 2)][i & 3];
-        tail[i >> 2][i & 3] = Rcp(head[i >> 2][i & 3]);
-      }
-    }
-    const int own = 2 * at.side + I;
-    const uint4 heads_q = Lds128(at.Operand(C::kQHead, own)),
-                heads_k = Lds128(at.Operand(C::kKHead, own)),
-                tails_k = Lds128(at.Operand(C::kKTail, own));
-    const uint32_t q_head[4] = {heads_q.x, heads_q.y, heads_q.z, heads_q.w},
-                   k_head[4] = {heads_k.x, heads_k.y, heads_k.z, heads_k.w},
-                   k_tail[4] = {tails_k.x, tails_k.y, tails_k.z, tails_k.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = 2 * I + (i >> 1), c = i & 1;
-      const float2 diagonal = LdsF32x2(smem + C::kDiagonal + (at.token + 8 * n) * 4);
-      const float2 q_pair = Unpack<Type>(q[i]), k_pair = Unpack<Type>(k[i]);
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int e = 2 * c + x;
-        const float qi = x ? q_pair.y : q_pair.x, ki = x ? k_pair.y : k_pair.x,
-                    d = x ? diagonal.y : diagonal.x, qf = x ? Bf16Hi(q_head[i]) : Bf16Lo(q_head[i]),
-                    kf = x ? Bf16Hi(k_head[i]) : Bf16Lo(k_head[i]),
-                    kt = x ? Bf16Hi(k_tail[i]) : Bf16Lo(k_tail[i]);
-        const float row_q = dq[n][e], row_k = dk[n][e], col = dG[n][e];
-        dG[n][e] = fmaf(qf, row_q, fmaf(kf, row_k, -kt * col));
-        dq[n][e] = fmaf(head[i >> 1][e], row_q, d * ki);
-        dk[n][e] = fmaf(head[i >> 1][e], row_k, fmaf(tail[i >> 1][e], col, d * qi));
-      }
-    }
-  }
+  FinishPairs<kStrong, kL2Norm, kGate, G>(dq, dk, dG, heads, smem, in, p, row, h, valid);
   if (kStrong) AddPairsWithin<Type, kGate, G>(dq, dk, dG, smem, in, p, row, h, valid);
 }
 

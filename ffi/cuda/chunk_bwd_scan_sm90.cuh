@@ -8,7 +8,7 @@
 //     e  = r + N r                         y  = x + F^T x
 //     S <- diag(exp(G_last)) S             dS <- diag(exp(G_last)) dS + q_decayed^T do
 //          + k_restored^T diag(beta) e           - k_decayed^T diag(beta) y
-//     keeps e                              keeps y; dv = diag(beta) y
+//     keeps e and e_low                    keeps y; dv = diag(beta) y
 //
 // All matrices are held transposed, S and dS in fp32 accumulators from end to end. The reverse scan
 // divides everything by the scale, which then is no operand's business.
@@ -46,8 +46,8 @@ struct BwdScanConfig {
   // A value tile, v or do, is overwritten by e or dv of its chunk.
   static constexpr int kValues = kImageStages * kImageBytes;
   static constexpr int kStates = kValues + kValueStages * kTile;  // S or dS on its way out
-  static constexpr int kYs = kStates + record::kStateTile;        // y on its way out
-  static constexpr int kSmalls = kYs + kTile;
+  static constexpr int kSecond = kStates + record::kStateTile;    // y or e_low on its way out
+  static constexpr int kSmalls = kSecond + kTile;
   static constexpr int kBarriers = kSmalls + kImageStages * 1024;
   // full: the copy engine -> state warps; empty: state warps -> the loading thread
   static constexpr int kImagesFull = kBarriers, kImagesEmpty = kImagesFull + 8 * kImageStages,
@@ -131,7 +131,8 @@ __device__ __forceinline__ void StageState(const uint32_t (&a)[32], float factor
 }
 
 // A transposed accumulator [V, tokens] -> its half of a tile [tokens, V], times `factor` and, by
-// token, `by_token`.
+// token, `by_token`. kLow: not that, but what rounding takes from it.
+template <bool kLow = false>
 __device__ __forceinline__ void StageValues(const float (&x)[32], float factor,
                                             const float2 (&by_token)[8], uint32_t staged) {
 #pragma unroll
@@ -140,7 +141,10 @@ __device__ __forceinline__ void StageValues(const float (&x)[32], float factor,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 f = by_token[2 * j + (i >> 1)];
-      o[i] = Pack<Bf16>(x[8 * j + 2 * i] * (factor * f.x), x[8 * j + 2 * i + 1] * (factor * f.y));
+      const float2 pair = {x[8 * j + 2 * i] * (factor * f.x),
+                           x[8 * j + 2 * i + 1] * (factor * f.y)};
+      o[i] = Pack<Bf16>(pair.x, pair.y);
+      if (kLow) o[i] = Pack<Bf16>(pair.x - Bf16Lo(o[i]), pair.y - Bf16Hi(o[i]));
     }
     StmatrixTrans(staged + j * 16 * 128, o[0], o[1], o[2], o[3]);
   }
@@ -219,7 +223,7 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
   const uint32_t fragment = ValueFragment(warp, lane);
   const int tile_half = (C::kWarpgroups == 1 ? 0 : v_half) * kHalfTile;
   const uint32_t states = smem + C::kStates + v_half * 64 * 128;  // this warpgroup's rows
-  const uint32_t ys = smem + C::kYs + v_half * kHalfTile;
+  const uint32_t second = smem + C::kSecond + v_half * kHalfTile;
   Ring<C::kImageStages> images;
   Ring<C::kValueStages> values;
   int stored_stage = -1;  // value tile whose successor is on its way out
@@ -335,10 +339,11 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
         const float2 ones[8] = {{1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f},
                                 {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}};
         if (kReverse) {
-          StageValues(R, factor, ones, ys + fragment);
+          StageValues(R, factor, ones, second + fragment);
           StageValues(R, factor, beta, value + fragment);
         } else {
           StageValues(R, factor, ones, value + fragment);
+          StageValues<true>(R, factor, ones, second + fragment);
         }
       }
       FenceProxyAsync();
@@ -350,10 +355,11 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
         BulkStore(state, states, 64 * 128);
         BulkStore(state + record::kStateHalf, states + record::kStateHalf, 64 * 128);
         if (kReverse) {
-          BulkStore(record + record::kY + v_half * kHalfTile, ys, kHalfTile);
+          BulkStore(record + record::kY + v_half * kHalfTile, second, kHalfTile);
           if (valid >= kChunk) TmaStore(dv_map, value, h, token, v_half);
         } else {
           BulkStore(record + record::kE + v_half * kHalfTile, value, kHalfTile);
+          BulkStore(record + record::kELow + v_half * kHalfTile, second, kHalfTile);
         }
         BulkCommit();
       }

@@ -12,7 +12,8 @@
 // makes S T + C and dS T^T + C' of each, combine the states between them, and the scans start
 // there.
 //
-// e, y and what they are good for stand in docs/math.md under "The gradient".
+// e, y and what they are good for stand in docs/math.md under "The gradient", why e is two numbers
+// of bf16, e and e_low, in docs/kernels.md under "Errors".
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,8 @@ inline constexpr int kState = 0;            // [V, K]  S entering
 inline constexpr int kDState = kStateTile;  // [V, K]  dS leaving
 inline constexpr int kE = 2 * kStateTile;   // [64, V]  v_new = diag(beta) e
 inline constexpr int kY = kE + kTile;       // [64, V]  dv = diag(beta) y
-inline constexpr int kBytes = kY + kTile;
+inline constexpr int kELow = kY + kTile;    // [64, V]  what rounding took from e
+inline constexpr int kBytes = kELow + kTile;
 }  // namespace record
 
 // What a chunk and value head adds to the gate's parameters: ddt_bias [2, K] of either half of its
