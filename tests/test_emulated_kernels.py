@@ -172,6 +172,12 @@ def test_gradients_of_types(gate: str):
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("log_decay", [-1e-6, -20.0, -np.inf])
+def test_gradients_of_constant_gates(log_decay: float):
+    test_gpu_gradients.test_constant_gates_of_any_strength(log_decay)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "test",
     [

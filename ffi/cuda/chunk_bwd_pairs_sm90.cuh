@@ -536,8 +536,8 @@ __device__ __forceinline__ void MakeHead(uint32_t (&x)[4], uint32_t place, uint3
 
 // All operands, with q and k as normalised in the places of q and k. `heads`: the exponents of
 // anchors in the middle -> the decays. The products with dS, which dG begins with, have no others
-// to cancel with, so their factor is not rounded: `kept` is their sum by block and channel, and
-// what the rounded k_tail leaves out of each goes to shared memory.
+// to cancel with but themselves at the chunk's end, so their factor is not rounded: `kept` is their
+// sum by block and channel, and what the rounded k_tail leaves out of each goes to shared memory.
 template <bool kStrong, bool kL2Norm, Gate kGate, typename G>
 __device__ __forceinline__ void MakeOperands(float (&kept)[2][2], float (&dq)[4][4],
                                              float (&dk)[4][4], float (&dG)[4][4],
@@ -587,8 +587,10 @@ __device__ __forceinline__ void MakeOperands(float (&kept)[2][2], float (&dq)[4]
         row_k[1] *= -beta.y;
         col[0] *= beta.x;
         col[1] *= beta.y;
-        kept[I][c] = fmaf(k.x, col[0], fmaf(k.y, col[1], kept[I][c]));
         rest[c] = Pack<Bf16>((k.x - Bf16Lo(rounded)) * col[0], (k.y - Bf16Hi(rounded)) * col[1]);
+        // As dG will have it, token by token: what nothing decays from cancels exactly.
+        kept[I][c] += Bf16Lo(rest[c]) + Bf16Hi(rest[c]);
+        kept[I][c] = fmaf(Bf16Lo(rounded), col[0], fmaf(Bf16Hi(rounded), col[1], kept[I][c]));
       }
       Sts64(at.RestAt<G>(in, n), rest[0], rest[1]);
     }
