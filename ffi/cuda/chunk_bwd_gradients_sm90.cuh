@@ -6,7 +6,8 @@
 //
 // with e + e_low for e.
 //
-// The pairs of tokens, and what a lane holds, are the business of chunk_bwd_pairs_sm90.cuh.
+// The pairs of tokens are the business of chunk_bwd_pairs_sm90.cuh; what a thread holds, and what
+// is where in shared memory, of chunk_bwd_place_sm90.cuh.
 //
 // Grid: persistent, one block an SM. Block: 16 warps, 8 of each side. Five barriers a chunk: its
 // products are done; dAqk, dAkk and norms are there; of a pair of warps, their operands are; pairs
