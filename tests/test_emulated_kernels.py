@@ -108,6 +108,11 @@ PLANTS = {
         "  //",
         "not have done with",
     ),
+    "halves": (
+        "    BarSync(kHalvesBarrier, kBuildThreads);",
+        "    BarArrive(kHalvesBarrier, kBuildThreads);",
+        "not have done with",
+    ),
     "warp": (
         "      StsF32x2(at + M::kLogDecays, sum.x, sum.y);\n      __syncwarp();",
         "      StsF32x2(at + M::kLogDecays, sum.x, sum.y);",

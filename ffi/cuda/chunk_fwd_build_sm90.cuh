@@ -43,14 +43,18 @@ struct BuildMemory {
   static constexpr int kQ = 0, kK = kTile, kKDown = 2 * kTile, kG = kKDown;
   static constexpr int kSumRow = 64 * 4 + 32;  // 64 channels; the 32 put rows on different banks
   static constexpr int kOwnBytes = 8 * kSumRow;
-  static constexpr int kLBytes = 14 * kBlock;  // ten blocks, and four of scratch for the inverse
+  // L in ten blocks, and scratch: for the inverse four blocks or, while it is made of both halves,
+  // the last decays of all octets, a block for each half, and what its warps keep there.
+  static constexpr int kScratch = 10 * kBlock, kLBytes = kScratch + 4 * kBlock;
+  static constexpr int kHalfScratch = kScratch + 8 * kHead * 2, kKept = kHalfScratch + 2 * kBlock;
   static constexpr int kLogDecays = 8 * kHead * 4;  // behind the octet decays [8, K]
   static_assert(2 * kLogDecays == kMatrix && kLBytes <= 8 * kOwnBytes);
+  static_assert(kKept + 64 * 8 <= kLBytes);
 };
 inline constexpr int kBuildThreads = 256;
 
-// Named barriers: of all eight warps, and of each four.
-inline constexpr int kAllBarrier = 1, kQuadBarrier = 2;
+// Named barriers: of all eight warps, of each four, and again of all.
+inline constexpr int kAllBarrier = 1, kQuadBarrier = 2, kHalvesBarrier = 4;
 
 // Below this sum of log decays, base 2, an octet's products leave TF32's range.
 inline constexpr float kStrong = -64.f;
@@ -480,11 +484,11 @@ __device__ __forceinline__ void StoreAqk(const BuildMemory& m, uint32_t qk, int 
   Sts32(AqkAddress(m, row * 8 + g, column * 8 + t * 2), qk);
 }
 
-// From the octets to the operands of the chunk, Aqk and L, in shared memory: a fence and a barrier
-// have still to follow.
+// From the octets to the operands of the chunk, Aqk, L's block between both halves of 32 tokens,
+// and the inverses of the halves, in shared memory: a fence and a barrier have still to follow.
 template <typename Operand, bool kGradient>
-__device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
-                                              const Products& within, int warp, int lane) {
+__device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x, Products within,
+                                              int warp, int lane) {
   const int quad = warp >> 2, octet = warp & 3;  // of the quad
   Products c8 = {}, c16[2] = {};  // with octets 8 and 16 tokens before, of half the warps
   BarSync(kQuadBarrier + quad, 128);
@@ -505,9 +509,13 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
 #pragma unroll
     for (int n = 0; n < 2; ++n) StoreL<kGradient>(m, c16[n], warp, 4 * quad + n, lane);
   }
-  const uint32_t scratch = m.own + 10 * kBlock + warp * kHead * 2;
+  if (warp < 2) {  // these will invert
+    BarSync(kHalvesBarrier, kBuildThreads);
+  } else {
+    BarArrive(kHalvesBarrier, kBuildThreads);
+  }
+  const uint32_t scratch = m.own + BuildMemory::kScratch + warp * kHead * 2;
   uint32_t qk32[4] = {};
-  uint4 to_end = {};
   if (quad == 1) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -517,7 +525,9 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
     }
     StoreDecays<Operand, true>(m, scratch, 0, 4, lane);
     ScaleStacked<Operand>(x, scratch, lane);
+    StoreStacked(x, StackedFragment(m.tiles, warp, lane));
   } else {
+    StoreStacked(x, StackedFragment(m.tiles, warp, lane));
     const int channel = warp * 32 + lane;
     float sum = 0.f;
 #pragma unroll
@@ -526,12 +536,18 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x,
     }
     StsF32(m.decay + channel * 4, Ex2(sum));
     StoreDecays<Operand, false>(m, scratch, 4, 4, lane);
-    to_end = LoadDecays(scratch, lane);
+    if (warp < 2) {  // while the other quad has products to do
+      const uint32_t kept = m.own + BuildMemory::kKept + (warp * 32 + lane) * 8;
+      Sts64(kept, within.qk, c8.qk);
+      InvertHalf(m.own, m.own + BuildMemory::kHalfScratch + warp * kBlock, warp, lane);
+      const uint2 qk = Lds64(kept);
+      within.qk = qk.x, c8.qk = qk.y;
+      c16[0].qk = c16[1].qk = 0;  // it has none
+    }
   }
-  StoreStacked(x, StackedFragment(m.tiles, warp, lane));
   BarSync(kAllBarrier, kBuildThreads);  // Aqk takes the place of the octets' decays
   lane = Opaque(lane);
-  if (quad == 0) ScaleDown<Operand>(m, to_end, warp, lane);
+  if (quad == 0) ScaleDown<Operand>(m, LoadDecays(scratch, lane), warp, lane);
   StoreAqk(m, within.qk, warp, warp, lane);
   if (octet & 1) StoreAqk(m, c8.qk, warp, warp - 1, lane);
   if (octet >= 2) {

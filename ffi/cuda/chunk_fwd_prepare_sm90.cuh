@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     if (kGradient) BulkStore(image + image::kBeta, smem + C::kBeta, image::kBetaBytes);
     BulkCommit();
   }
-  InvertUnitLower(m.own, m.own + 10 * kBlock, kQuadBarrier, warp, lane);
+  JoinInverses(m.own, m.own + BuildMemory::kScratch, kQuadBarrier, warp, lane);
   if constexpr (kGradient) {
     if (tid == 0) BulkWaitRead();  // q has left
     BarSync(kQuadBarrier, 128);

@@ -36,8 +36,8 @@ struct ScanConfig {
   static constexpr int kWarpgroups = kWarpgroups_;  // 2: all of V; 1: half of it
   static constexpr bool kOutput = kOutput_;         // false: a summary, of the state alone
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kOperandStages = kOutput ? 3 : 4, kValueStages = 3,
-                       kMatrixStages = kOutput ? 2 : 3;
+  static constexpr int kStages = kOutput ? 3 : 4;  // of operands and values
+  static constexpr int kMatrixStages = kOutput ? 2 : 3;
   // [q_decayed] k_decayed k_restored, and A_inv [Aqk]
   static constexpr int kFirstOperand = kOutput ? image::kQDecayed : image::kKDecayed;
   static constexpr int kOperandBytes = image::kAInv - kFirstOperand,
@@ -47,18 +47,21 @@ struct ScanConfig {
 
   // Shared memory, bytes. A value tile is overwritten by the output of its chunk.
   static constexpr int kOperands = 0;
-  static constexpr int kValues = kOperands + kOperandStages * kOperandBytes;
-  static constexpr int kMatrices = kValues + kValueStages * kTile;
+  static constexpr int kValues = kOperands + kStages * kOperandBytes;
+  static constexpr int kMatrices = kValues + kStages * kTile;
   static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
-  static constexpr int kBarriers = kDecays + kOperandStages * image::kDecayBytes;
+  static constexpr int kBarriers = kDecays + kStages * image::kDecayBytes;
   // full: the copy engine -> state warps; empty: state warps -> the loading thread
-  static constexpr int kOperandsFull = kBarriers,
-                       kOperandsEmpty = kOperandsFull + 8 * kOperandStages;
-  static constexpr int kValuesFull = kOperandsEmpty + 8 * kOperandStages,
-                       kValuesEmpty = kValuesFull + 8 * kValueStages;
-  static constexpr int kMatricesFull = kValuesEmpty + 8 * kValueStages,
+  static constexpr int kFull = kBarriers, kOperandsEmpty = kFull + 8 * kStages,
+                       kValuesEmpty = kOperandsEmpty + 8 * kStages;
+  static constexpr int kMatricesFull = kValuesEmpty + 8 * kStages,
                        kMatricesEmpty = kMatricesFull + 8 * kMatrixStages;
-  static constexpr int kBytes = kMatricesEmpty + 8 * kMatrixStages;
+  static constexpr int kOutputsFull = kMatricesEmpty + 8 * kMatrixStages;
+  static constexpr int kBytes = kOutputsFull + 8 * kStages * kWarpgroups;
+  // a state warpgroup -> the thread that stores its outputs
+  static __device__ constexpr int OutputFull(int stage, int warpgroup) {
+    return kOutputsFull + 8 * (stage * kWarpgroups + warpgroup);
+  }
   static_assert(kBytes <= 232448, "shared memory a block may ask for on sm_90");
 };
 
@@ -260,33 +263,30 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
                            const Workspace& ws, const Segment& s, int h, int first_half,
                            bool with_values) {
   using C = Config;
-  Ring<C::kOperandStages> operands;
-  Ring<C::kValueStages> values;
+  Ring<C::kStages> inputs;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
   for (int c = 0; c < NT; ++c) {
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
     {
-      const uint32_t full = smem + C::kOperandsFull + 8 * operands.stage;
-      if (c >= C::kOperandStages) {
-        MbarrierWait(smem + C::kOperandsEmpty + 8 * operands.stage, operands.parity ^ 1);
+      const uint32_t full = smem + C::kFull + 8 * inputs.stage;
+      if (c >= C::kStages) {
+        MbarrierWait(smem + C::kOperandsEmpty + 8 * inputs.stage, inputs.parity ^ 1);
       }
-      MbarrierExpectTx(full, C::kOperandBytes + image::kDecayBytes);
-      BulkLoad(smem + C::kOperands + operands.stage * C::kOperandBytes, image + C::kFirstOperand,
+      MbarrierExpectTx(full, C::kOperandBytes + image::kDecayBytes +
+                                 (with_values ? C::kWarpgroups * kHalfTile : 0));
+      BulkLoad(smem + C::kOperands + inputs.stage * C::kOperandBytes, image + C::kFirstOperand,
                C::kOperandBytes, full);
-      BulkLoad(smem + C::kDecays + operands.stage * image::kDecayBytes, image + image::kDecay,
+      BulkLoad(smem + C::kDecays + inputs.stage * image::kDecayBytes, image + image::kDecay,
                image::kDecayBytes, full);
-      operands.Advance();
-    }
-    if (with_values) {
-      const uint32_t full = smem + C::kValuesFull + 8 * values.stage;
-      if (c >= C::kValueStages) {
-        MbarrierWait(smem + C::kValuesEmpty + 8 * values.stage, values.parity ^ 1);
+      if (with_values) {
+        if (c >= C::kStages) {
+          MbarrierWait(smem + C::kValuesEmpty + 8 * inputs.stage, inputs.parity ^ 1);
+        }
+        TmaLoad(smem + C::kValues + inputs.stage * kTile, v_map, full, h, s.token + c * kChunk,
+                first_half);
       }
-      MbarrierExpectTx(full, C::kWarpgroups * kHalfTile);
-      TmaLoad(smem + C::kValues + values.stage * kTile, v_map, full, h, s.token + c * kChunk,
-              first_half);
-      values.Advance();
+      inputs.Advance();
     }
     {
       const uint32_t full = smem + C::kMatricesFull + 8 * matrices.stage;
@@ -330,11 +330,11 @@ __device__ __forceinline__ uint32_t ValueFragment(int warp, int lane) {
 }
 
 // This thread's part of a chunk's o^T (rows V) -> o, through the tile whose values it takes the
-// place of: the whole warp has read them.
+// place of: the whole warp has read them. Whole chunks leave by StoreOutputs.
 template <typename Config>
-__device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_map,
-                                            const FwdParams& p, const Segment& s, int h, int v_half,
-                                            int c, int stage, const float (&O)[32], float scale) {
+__device__ __forceinline__ void PackOutput(uint32_t smem, const FwdParams& p, const Segment& s,
+                                           int h, int v_half, int c, int stage,
+                                           const float (&O)[32], float scale) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x >> 7;
   const int token = s.token + c * kChunk, valid = s.length - c * kChunk;
   const uint32_t tile = smem + Config::kValues + stage * kTile + warpgroup * kHalfTile;
@@ -349,14 +349,11 @@ __device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_
     }
     StmatrixTrans(fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
   }
-  FenceProxyAsync();
-  BarSync(1 + warpgroup, 128);
   if (valid >= kChunk) {
-    if (thread == 0) {
-      TmaStore(o_map, tile, h, token, v_half);
-      BulkCommit();
-    }
+    FenceProxyAsync();
+    MbarrierArrive(smem + Config::OutputFull(stage, warpgroup));
   } else {  // the rows after `valid` are not ours to write
+    BarSync(1 + warpgroup, 128);
     for (int row = thread >> 3; row < valid; row += 16) {
       __nv_bfloat16* o =
           static_cast<__nv_bfloat16*>(p.o) + (int64_t{token + row} * p.HV + h) * p.V + v_half * 64;
@@ -365,12 +362,30 @@ __device__ __forceinline__ void StoreOutput(uint32_t smem, const CUtensorMap* o_
   }
 }
 
+// Whole chunks of o of one state warpgroup, by one thread: a tile that has left can be loaded
+// again.
+template <typename Config>
+__device__ void StoreOutputs(uint32_t smem, const CUtensorMap* o_map, const Segment& s, int h,
+                             int v_half, int warpgroup) {
+  using C = Config;
+  Ring<C::kStages> values;
+  for (int c = 0; c < s.length / kChunk; ++c) {
+    MbarrierWait(smem + C::OutputFull(values.stage, warpgroup), values.parity);
+    TmaStore(o_map, smem + C::kValues + values.stage * kTile + warpgroup * kHalfTile, h,
+             s.token + c * kChunk, v_half);
+    BulkCommit();
+    BulkWaitRead();
+    MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
+    values.Advance();
+  }
+  BulkWait();
+}
+
 // The state warpgroup of 64 V columns `v_half`; `warpgroup` is its place in the block.
 // `transition`: those columns are rows of the identity, and no value is written.
 template <typename Operand, typename Config>
-__device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdParams& p,
-                           const Workspace& ws, const Segment& s, int h, int v_half, int warpgroup,
-                           bool transition) {
+__device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& ws, const Segment& s,
+                           int h, int v_half, int warpgroup, bool transition) {
   using C = Config;
   constexpr bool kScaled = std::is_same_v<Operand, Fp16>;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2,
@@ -401,20 +416,19 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 
   const uint32_t fragment = ValueFragment(warp, lane);
   const int tile_half = warpgroup * kHalfTile;
-  Ring<C::kOperandStages> operands;
-  Ring<C::kValueStages> values;
+  Ring<C::kStages> inputs;
   Ring<C::kMatrixStages> matrices;
   const int NT = (s.length + kChunk - 1) / kChunk;
   uint32_t u[16];  // v^T, then r, then v_new, as left operand
   float growth = 0.f;
   // Waits for chunk c, at the rings' positions, and takes its values.
   auto take_values = [&](uint32_t (&to)[16], int c) {
+    MbarrierWait(smem + C::kFull + 8 * inputs.stage, inputs.parity);
     if (C::kOutput || !transition) {
-      const uint32_t value = smem + C::kValues + values.stage * kTile + tile_half;
-      MbarrierWait(smem + C::kValuesFull + 8 * values.stage, values.parity);
+      const uint32_t value = smem + C::kValues + inputs.stage * kTile + tile_half;
 #pragma unroll
       for (int j = 0; j < 4; ++j) LdmatrixTrans(&to[4 * j], value + fragment + j * 16 * 128);
-      if (!C::kOutput) MbarrierArrive(smem + C::kValuesEmpty + 8 * values.stage);
+      if (!C::kOutput) MbarrierArrive(smem + C::kValuesEmpty + 8 * inputs.stage);
     } else {
 #pragma unroll
       for (uint32_t& pair : to) pair = 0;
@@ -428,10 +442,8 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
         to[i] = column >= valid ? 0u : column + 1 >= valid ? to[i] & 0xffffu : to[i];
       }
     }
-    MbarrierWait(smem + C::kOperandsFull + 8 * operands.stage, operands.parity);
     if (kScaled) {
-      const uint2 writes =
-          Lds64(smem + C::kDecays + operands.stage * image::kDecayBytes + kHead * 4);
+      const uint2 writes = Lds64(smem + C::kDecays + inputs.stage * image::kDecayBytes + kHead * 4);
       if ((writes.x & writes.y) != ~0u) {
         // What is not written shall not move the scale. NaN stays NaN.
 #pragma unroll
@@ -443,12 +455,11 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       growth = StateScale::Growth(to, p.beta_mode);
     }
   };
-  int stored_stage = -1;  // value tile whose output is on its way
   for (int c = 0; c < NT; ++c) {
     take_values(u, c);
-    const uint32_t operand = smem + C::kOperands + operands.stage * C::kOperandBytes;
+    const uint32_t operand = smem + C::kOperands + inputs.stage * C::kOperandBytes;
     const uint32_t matrix = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
-    const uint32_t decays = smem + C::kDecays + operands.stage * image::kDecayBytes;
+    const uint32_t decays = smem + C::kDecays + inputs.stage * image::kDecayBytes;
 
     float R[32], O[32];
     uint32_t a[32];
@@ -470,11 +481,6 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
         Wgmma64x64<Operand>(O, &a[4 * i], q_decayed + channels(i), i > 0);
       }
       WgmmaCommit();
-      if (thread == 0 && stored_stage >= 0) {
-        BulkWaitRead();  // the last chunk's output has left: its tile can be loaded again
-        MbarrierArrive(smem + C::kValuesEmpty + 8 * stored_stage);
-      }
-      stored_stage = values.stage;
     }
     MbarrierWait(smem + C::kMatricesFull + 8 * matrices.stage, matrices.parity);
     WgmmaWait<C::kOutput ? 1 : 0>();
@@ -512,7 +518,7 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     WgmmaCommit();
     if constexpr (C::kOutput) {
       WgmmaWait<1>();
-      StoreOutput<C>(smem, o_map, p, s, h, v_half, c, values.stage, O, p.scale * state_scale.up);
+      PackOutput<C>(smem, p, s, h, v_half, c, inputs.stage, O, p.scale * state_scale.up);
     }
     WgmmaWait<0>();
     if (C::kOutput && p.checkpoint_indices != nullptr && s.length - c * kChunk >= kChunk) {
@@ -522,10 +528,9 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
       }
     }
     __syncwarp();
-    MbarrierArrive(smem + C::kOperandsEmpty + 8 * operands.stage);
+    MbarrierArrive(smem + C::kOperandsEmpty + 8 * inputs.stage);
     if (lane == 0) MbarrierArrive(smem + C::kMatricesEmpty + 8 * matrices.stage);
-    operands.Advance();
-    values.Advance();
+    inputs.Advance();
     matrices.Advance();
   }
   if constexpr (C::kOutput) {
@@ -539,7 +544,6 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
     if (!s.last && p.slice_chunks > 0) {
       StoreState(S, state_scale.up, ws.slice_states, DType::kF32, kHead, segment_at(s.n));
     }
-    if (thread == 0) BulkWait();
   } else {
     StoreState(S, state_scale.up, transition ? ws.transitions : ws.segment_states, DType::kF32,
                kHead, segment_at(s.number));
@@ -550,13 +554,13 @@ __device__ void ScanChunks(uint32_t smem, const CUtensorMap* o_map, const FwdPar
 template <typename Config>
 __device__ void InitBarriers(uint32_t smem) {
   using C = Config;
-  for (int i = 0; i < C::kOperandStages; ++i) {
-    MbarrierInit(smem + C::kOperandsFull + 8 * i, 1);
+  for (int i = 0; i < C::kStages; ++i) {
+    MbarrierInit(smem + C::kFull + 8 * i, 1);
     MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 128 * C::kWarpgroups);
-  }
-  for (int i = 0; i < C::kValueStages; ++i) {
-    MbarrierInit(smem + C::kValuesFull + 8 * i, 1);
     MbarrierInit(smem + C::kValuesEmpty + 8 * i, C::kWarpgroups * (C::kOutput ? 1 : 128));
+  }
+  for (int i = 0; C::kOutput && i < C::kStages * C::kWarpgroups; ++i) {
+    MbarrierInit(smem + C::kOutputsFull + 8 * i, 128);
   }
   for (int i = 0; i < C::kMatrixStages; ++i) {
     MbarrierInit(smem + C::kMatricesFull + 8 * i, 1);
@@ -599,12 +603,17 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
     FillOutput(p, s.before, s.token, h, v_half, s.malformed, tid & 127);
     FillOutput(p, s.token + s.length, s.after, h, v_half, s.malformed, tid & 127);
     if (ws.segments > 0 || !s.first) GriddepcontrolWait();  // for states before its own
-    ScanChunks<Operand, C>(smem, &o_map, p, ws, s, h, v_half, warpgroup, /*transition=*/false);
+    ScanChunks<Operand, C>(smem, p, ws, s, h, v_half, warpgroup, /*transition=*/false);
   } else {
     LoaderRegisters<C>();
     if (tid == kWarpgroups * 128) {
       GriddepcontrolWait();  // for images; all else that it reads was there before prepare
       LoadChunks<C>(smem, &v_map, p, ws, s, h, first_half, /*with_values=*/true);
+    }
+    // The first thread of its second warp, and of the third: a state warpgroup's each.
+    const int storing = (tid >> 5 & 3) - 1;
+    if (storing >= 0 && storing < kWarpgroups && (tid & 31) == 0) {
+      StoreOutputs<C>(smem, &o_map, s, h, first_half + storing, storing);
     }
   }
 }
@@ -631,7 +640,7 @@ __global__ void __launch_bounds__(ScanConfig<2, false>::kThreads, 1)
   __syncthreads();
   if (warpgroup < 2) {
     StateRegisters<C>();
-    ScanChunks<Operand, C>(smem, nullptr, p, ws, s, h, warpgroup, warpgroup, transition);
+    ScanChunks<Operand, C>(smem, p, ws, s, h, warpgroup, warpgroup, transition);
   } else {
     LoaderRegisters<C>();
     if (tid == 2 * 128) LoadChunks<C>(smem, &v_map, p, ws, s, h, 0, !transition);

@@ -42,15 +42,15 @@ __device__ __forceinline__ void StoreBlock(uint32_t block, const float (&c)[2][4
   }
 }
 
-// (I + L)^-1 in place of L, 64x64 in ten blocks, by four warps. Diagonal blocks by forward
-// substitution, on two of them, a lane a column; then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32
-// rows. `scratches` holds four blocks, `barrier` is a named one for the warps.
-__device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, int barrier,
-                                                int warp, int lane) {
-  const uint32_t scratch = scratches + warp * kBlock;
-  if (warp < 2) {  // half a warp a block
-    const int I = warp * 2 + (lane >> 4), j = lane & 15;
-    const uint32_t block = L + BlockOffset(I, I);
+// (I + L)^-1 in place of L, 64x64 in ten blocks, in two steps: the diagonal blocks of 16 rows by
+// forward substitution, then X21 = -X22 L21 X11 for 16 + 16 and 32 + 32 rows.
+
+// Of the 32 rows of `half`, by one warp. `scratch` holds a block.
+__device__ __forceinline__ void InvertHalf(uint32_t L, uint32_t scratch, int half, int lane) {
+  const int first = 2 * half;
+  {
+    const int j = lane & 15;  // half a warp a block, a lane a column
+    const uint32_t block = L + BlockOffset(first + (lane >> 4), first + (lane >> 4));
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -68,22 +68,25 @@ __device__ __forceinline__ void InvertUnitLower(uint32_t L, uint32_t scratches, 
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 16; ++i) StsF32(block + i * kBlockRow + j * 4, x[i]);
-  }
-  BarSync(barrier, 128);
-  if (warp < 2) {
-    const int J = 2 * warp, I = J + 1;
-    float t[2][4] = {}, x[2][4] = {};
-    BlockProduct(t, L + BlockOffset(I, J), L + BlockOffset(J, J), lane);
-    StoreBlock(scratch, t, 1.f, lane);
     __syncwarp();
-    BlockProduct(x, L + BlockOffset(I, I), scratch, lane);
-    StoreBlock(L + BlockOffset(I, J), x, -1.f, lane);
   }
-  BarSync(barrier, 128);
+  const uint32_t L21 = L + BlockOffset(first + 1, first);
+  float t[2][4] = {}, x[2][4] = {};
+  BlockProduct(t, L21, L + BlockOffset(first, first), lane);
+  StoreBlock(scratch, t, 1.f, lane);
+  __syncwarp();
+  BlockProduct(x, L + BlockOffset(first + 1, first + 1), scratch, lane);
+  StoreBlock(L21, x, -1.f, lane);
+}
+
+// Of all, from both halves, by four warps. `scratches` holds four blocks, `barrier` is a named one
+// for the warps.
+__device__ __forceinline__ void JoinInverses(uint32_t L, uint32_t scratches, int barrier, int warp,
+                                             int lane) {
   const int I = 2 + (warp >> 1), J = warp & 1;
   float t[2][4] = {}, x[2][4] = {};
   for (int m = J; m < 2; ++m) BlockProduct(t, L + BlockOffset(I, m), L + BlockOffset(m, J), lane);
-  StoreBlock(scratch, t, 1.f, lane);
+  StoreBlock(scratches + warp * kBlock, t, 1.f, lane);
   BarSync(barrier, 128);
   for (int m = 2; m <= I; ++m) {
     BlockProduct(x, L + BlockOffset(I, m), scratches + ((m - 2) * 2 + J) * kBlock, lane);
