@@ -67,15 +67,15 @@ __device__ inline void LoadValues(uint32_t smem, const GradientMaps& maps, const
                                   const BwdWorkspace& ws, const GradientStep& s) {
   using C = GradientsConfig;
   const int64_t at = int64_t{s.slot} * p.HV + s.h;
-  const std::byte* image = ws.fwd.images + at * image::kGradientBytes;
+  const std::byte* image = ws.fwd.images + at * gradient_image::kBytes;
   const std::byte* record = ws.records + at * record::kBytes;
   const uint32_t full = smem + C::kValuesFull;
   MbarrierExpectTx(full, 4 * kTile + kHead * 4 + kChunk * 4);
   BulkLoad(smem + C::kE, record + record::kE, 2 * kTile, full);
   BulkLoad(smem + C::kELow, record + record::kELow, kTile, full);
   TmaLoad(smem + C::kDo, &maps.do_, full, s.h, s.chunk.token, 0);
-  BulkLoad(smem + C::kBeta, image + image::kBeta, kChunk * 4, full);
-  BulkLoad(smem + C::kDecay, image + image::kDecay, kHead * 4, full);
+  BulkLoad(smem + C::kBeta, image + gradient_image::kBeta, kChunk * 4, full);
+  BulkLoad(smem + C::kDecay, image + gradient_image::kDecay, kHead * 4, full);
 }
 __device__ inline void LoadStates(uint32_t smem, const FwdParams& p, const BwdWorkspace& ws,
                                   const GradientStep& s) {

@@ -42,7 +42,7 @@ struct BwdScanConfig {
   // Shared memory, bytes. An image: q_decayed (reverse), k_decayed, k_restored; F and Aqk, or N;
   // the decay, then beta.
   static constexpr int kOperands = 0, kMatrices = 3 * kTile, kImageBytes = kMatrices + 2 * kMatrix;
-  static constexpr int kSmall = image::kDecayBytes + image::kBetaBytes;
+  static constexpr int kSmall = image::kDecayBytes + gradient_image::kBetaBytes;
   // A value tile, v or do, is overwritten by e or dv of its chunk.
   static constexpr int kValues = kImageStages * kImageBytes;
   static constexpr int kStates = kValues + kValueStages * kTile;  // S or dS on its way out
@@ -79,7 +79,7 @@ __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Wor
   for (int i = 0; i < NT; ++i) {
     const int c = ChunkOfStep<kReverse>(i, NT);
     const std::byte* image =
-        ws.images + ((s.first_chunk + c) * HV + h) * int64_t{image::kGradientBytes};
+        ws.images + ((s.first_chunk + c) * HV + h) * int64_t{gradient_image::kBytes};
     {
       const uint32_t full = smem + C::kImagesFull + 8 * images.stage;
       const uint32_t to = smem + images.stage * C::kImageBytes;
@@ -90,10 +90,12 @@ __device__ void LoadSteps(uint32_t smem, const CUtensorMap* value_map, const Wor
       MbarrierExpectTx(full, kOperandBytes + kMatrixBytes + C::kSmall);
       constexpr int kFirst = 3 * kTile - kOperandBytes;
       BulkLoad(to + C::kOperands + kFirst, image + kFirst, kOperandBytes, full);
-      BulkLoad(to + C::kMatrices, image + (kReverse ? image::kYInv : image::kEInv), kMatrixBytes,
+      BulkLoad(to + C::kMatrices,
+               image + (kReverse ? gradient_image::kYInv : gradient_image::kEInv), kMatrixBytes,
                full);
-      BulkLoad(small, image + image::kDecay, image::kDecayBytes, full);
-      BulkLoad(small + image::kDecayBytes, image + image::kBeta, image::kBetaBytes, full);
+      BulkLoad(small, image + gradient_image::kDecay, image::kDecayBytes, full);
+      BulkLoad(small + image::kDecayBytes, image + gradient_image::kBeta,
+               gradient_image::kBetaBytes, full);
       images.Advance();
     }
     if (with_values) {

@@ -129,7 +129,7 @@ ffi::Error LaunchChunkBwdSm90(const BwdParams& b, cudaStream_t stream) {
   sm90::BwdWorkspace ws = {};
   const int64_t NT = ws.fwd.NT = sm90::ChunkSlots(p.B, p.T, p.M, packed), count = NT * p.HV;
   ws.fwd.images = p.workspace;
-  ws.records = ws.fwd.images + count * sm90::image::kGradientBytes;
+  ws.records = ws.fwd.images + count * sm90::gradient_image::kBytes;
   ws.parameter_sums = reinterpret_cast<float*>(ws.records + count * sm90::record::kBytes);
   std::byte* rest = reinterpret_cast<std::byte*>(ws.parameter_sums + count * sm90::kParameterSums);
   if (p.HV > p.H) {

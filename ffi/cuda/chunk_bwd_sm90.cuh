@@ -43,7 +43,7 @@ inline constexpr int kParameterSums = 2 * kHead + 16;
 inline constexpr int kGradientBlocks = kSms, kGradientThreads = 512, kGroupSums = 32;
 
 struct BwdWorkspace {
-  // Images of image::kGradientBytes. Where scans are cut, segment_states and transitions are twice
+  // Images of gradient_image::kBytes. Where scans are cut, segment_states and transitions are twice
   // as many: those of the reverse scan come second, its transitions being the others transposed.
   Workspace fwd;
   std::byte* records;     // [NT, HV, record::kBytes]
@@ -57,7 +57,7 @@ inline int64_t BwdWorkspaceBytes(int64_t B, int64_t T, int64_t H, int64_t HV, in
   const int64_t plan =
       packed ? NT * int64_t{sizeof(ChunkSlot)} + B * M * int64_t{sizeof(SequenceSlot)} : 0;
   const int64_t group = HV > H ? int64_t{kGradientBlocks} * kGroupSums * kGradientThreads * 4 : 0;
-  return NT * HV * (image::kGradientBytes + record::kBytes + kParameterSums * 4) + plan + group +
+  return NT * HV * (gradient_image::kBytes + record::kBytes + kParameterSums * 4) + plan + group +
          Segments(B, T, M, packed, segment_chunks) * HV * 4 * kState + 256;
 }
 

@@ -36,7 +36,8 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 struct BuildMemory {
   uint32_t tiles;  // q, k and bf16 g as loaded; then q_decayed, k_decayed, k_restored
   uint32_t own;    // [8 warps, kOwnBytes] sums, then decays; then the blocks of I + L, its inverse
-  uint32_t aqk;    // [64, 64]; until the products are stored, octet decays and their logs
+  uint32_t
+      aqk;  // the triangle or [64, 64]; until the products are stored, octet decays and their logs
   uint32_t decay;  // [K] fp32, the gate's bias, then the chunk's decay; 64 bits: which tokens write
   uint32_t beta;   // [64] fp32
 
@@ -450,9 +451,11 @@ __device__ __forceinline__ void Decay(Stacked& x, const BuildMemory& m, bool lat
   }
 }
 
-// Aqk entry and L entry (i, j), i >= j, from the products q_i k_j and k_i k_j.
+// Aqk entry (i, j), of the triangle or, for the gradient, the whole matrix, and L entry (i, j), i
+// >= j, from the products q_i k_j and k_i k_j.
+template <bool kGradient>
 __device__ __forceinline__ uint32_t AqkAddress(const BuildMemory& m, int i, int j) {
-  return m.aqk + Swizzled(i, j >> 3) + (j & 7) * 2;
+  return m.aqk + (kGradient ? Swizzled(i, j >> 3) : triangle::Place(i, j >> 3)) + (j & 7) * 2;
 }
 __device__ __forceinline__ uint32_t LAddress(const BuildMemory& m, int i, int j) {
   return m.own + BlockOffset(i >> 4, j >> 4) + (i & 15) * kBlockRow + (j & 15) * 4;
@@ -473,15 +476,16 @@ __device__ __forceinline__ void StoreL(const BuildMemory& m, const Products& pro
   const float raw = LdsF32(m.beta + i * 4), beta = kGradient ? NotZero(raw) : raw;
   StsF32x2(LAddress(m, i, j), beta * products.kk[0], beta * products.kk[1]);
 }
+template <bool kGradient>
 __device__ __forceinline__ void StoreAqk(const BuildMemory& m, uint32_t qk, int row, int column,
                                          int lane) {
   const int g = lane >> 2, t = lane & 3;
   if (row == column) {
     qk = g >= 2 * t + 1 ? qk : g == 2 * t ? qk & 0xffffu : 0u;
-  } else {
-    Sts32(AqkAddress(m, column * 8 + g, row * 8 + t * 2), 0);
+  } else if (kGradient || row >> 1 == column >> 1) {  // else the triangle has no such place
+    Sts32(AqkAddress<kGradient>(m, column * 8 + g, row * 8 + t * 2), 0);
   }
-  Sts32(AqkAddress(m, row * 8 + g, column * 8 + t * 2), qk);
+  Sts32(AqkAddress<kGradient>(m, row * 8 + g, column * 8 + t * 2), qk);
 }
 
 // From the octets to the operands of the chunk, Aqk, L's block between both halves of 32 tokens,
@@ -548,20 +552,20 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x, 
   BarSync(kAllBarrier, kBuildThreads);  // Aqk takes the place of the octets' decays
   lane = Opaque(lane);
   if (quad == 0) ScaleDown<Operand>(m, LoadDecays(scratch, lane), warp, lane);
-  StoreAqk(m, within.qk, warp, warp, lane);
-  if (octet & 1) StoreAqk(m, c8.qk, warp, warp - 1, lane);
+  StoreAqk<kGradient>(m, within.qk, warp, warp, lane);
+  if (octet & 1) StoreAqk<kGradient>(m, c8.qk, warp, warp - 1, lane);
   if (octet >= 2) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) StoreAqk(m, c16[n].qk, warp, 4 * quad + n, lane);
+    for (int n = 0; n < 2; ++n) StoreAqk<kGradient>(m, c16[n].qk, warp, 4 * quad + n, lane);
   }
   if (quad == 1) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) StoreAqk(m, qk32[n], warp, n, lane);
+    for (int n = 0; n < 4; ++n) StoreAqk<kGradient>(m, qk32[n], warp, n, lane);
   }
 }
 
-// The inverse in fp32 blocks -> A_inv, with beta in its columns, by four warps. A thread takes half
-// a row. `a_inv` may be the blocks' own place.
+// The inverse in fp32 blocks -> the triangle A_inv, with beta in its columns, by four warps. A
+// thread takes half a row. `a_inv` may be the blocks' own place.
 template <typename Operand>
 __device__ __forceinline__ void PackInverse(const BuildMemory& m, uint32_t a_inv, int tid) {
   const int i = tid & 63, first_piece = (tid >> 6) * 4;
@@ -569,7 +573,6 @@ __device__ __forceinline__ void PackInverse(const BuildMemory& m, uint32_t a_inv
 #pragma unroll
   for (int u = 0; u < 4; ++u) {
     const int j = (first_piece + u) * 8;
-    packed[u] = {0, 0, 0, 0};
     if (j >> 4 <= i >> 4) {
       const uint32_t x = LAddress(m, i, j), beta = m.beta + j * 4;
       const float4 x0 = LdsF32x4(x), x1 = LdsF32x4(x + 16), b0 = LdsF32x4(beta),
@@ -581,7 +584,10 @@ __device__ __forceinline__ void PackInverse(const BuildMemory& m, uint32_t a_inv
   }
   BarSync(kQuadBarrier, 128);
 #pragma unroll
-  for (int u = 0; u < 4; ++u) Sts128(a_inv + Swizzled(i, first_piece + u), packed[u]);
+  for (int u = 0; u < 4; ++u) {
+    const int piece = first_piece + u;
+    if (piece >> 1 <= i >> 4) Sts128(a_inv + triangle::Place(i, piece), packed[u]);
+  }
 }
 
 }  // namespace jax_kda::sm90

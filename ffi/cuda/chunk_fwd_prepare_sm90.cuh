@@ -163,12 +163,17 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   if (warp >= 4) return;
   const auto [this_slot, this_head] = slot_and_head();
   std::byte* image = ws.images + (int64_t{this_slot} * HV + this_head) *
-                                     (kGradient ? image::kGradientBytes : image::kBytes);
+                                     (kGradient ? gradient_image::kBytes : image::kBytes);
   if (tid == 0) {
     BulkStore(image, smem + C::kTiles, 3 * kTile);
-    BulkStore(image + image::kAqk, smem + C::kAqk, kMatrix);
-    BulkStore(image + image::kDecay, smem + C::kDecay, image::kDecayBytes);
-    if (kGradient) BulkStore(image + image::kBeta, smem + C::kBeta, image::kBetaBytes);
+    if constexpr (kGradient) {
+      BulkStore(image + gradient_image::kAqk, smem + C::kAqk, kMatrix);
+      BulkStore(image + gradient_image::kDecay, smem + C::kDecay, image::kDecayBytes);
+      BulkStore(image + gradient_image::kBeta, smem + C::kBeta, gradient_image::kBetaBytes);
+    } else {
+      BulkStore(image + image::kAqk, smem + C::kAqk, triangle::kBytes);
+      BulkStore(image + image::kDecay, smem + C::kDecay, image::kDecayBytes);
+    }
     BulkCommit();
   }
   JoinInverses(m.own, m.own + BuildMemory::kScratch, kQuadBarrier, warp, lane);
@@ -183,8 +188,12 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   FenceProxyAsync();
   BarSync(kQuadBarrier, 128);
   if (tid == 0) {
-    BulkStore(image + image::kAInv, smem + C::kAInv, kMatrix);
-    if (kGradient) BulkStore(image + image::kEInv, smem + C::kTiles, kMatrix);
+    if constexpr (kGradient) {
+      BulkStore(image + gradient_image::kYInv, smem + C::kAInv, kMatrix);
+      BulkStore(image + gradient_image::kEInv, smem + C::kTiles, kMatrix);
+    } else {
+      BulkStore(image + image::kAInv, smem + C::kAInv, triangle::kBytes);
+    }
     BulkCommit();
     BulkWaitRead();
     leave();

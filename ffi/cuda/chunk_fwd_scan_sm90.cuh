@@ -258,6 +258,13 @@ __device__ inline void FillOutput(const FwdParams& p, int first, int last, int h
   }
 }
 
+__device__ __forceinline__ void LoadTriangle(uint32_t to, const std::byte* from, uint32_t full) {
+#pragma unroll
+  for (int j = 0; j < triangle::kSlabs; ++j) {
+    BulkLoad(to + j * triangle::kSlab + triangle::Zeros(j), from + triangle::Slab(j),
+             triangle::Size(j), full);
+  }
+}
 template <typename Config>
 __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdParams& p,
                            const Workspace& ws, const Segment& s, int h, int first_half,
@@ -293,9 +300,10 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
       if (c >= C::kMatrixStages) {
         MbarrierWait(smem + C::kMatricesEmpty + 8 * matrices.stage, matrices.parity ^ 1);
       }
-      MbarrierExpectTx(full, C::kMatrixBytes);
-      BulkLoad(smem + C::kMatrices + matrices.stage * C::kMatrixBytes, image + image::kAInv,
-               C::kMatrixBytes, full);
+      const uint32_t to = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
+      MbarrierExpectTx(full, (C::kOutput ? 2 : 1) * triangle::kBytes);
+      LoadTriangle(to, image + image::kAInv, full);
+      if (C::kOutput) LoadTriangle(to + kMatrix, image + image::kAqk, full);
       matrices.Advance();
     }
   }
@@ -489,11 +497,12 @@ __device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& w
       u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]),
                            fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
     }
-    const uint64_t A_inv = WgmmaDescriptor(matrix, 16), Aqk = WgmmaDescriptor(matrix + kMatrix, 16);
+    const uint64_t A_inv = WgmmaSlabDescriptor(matrix), Aqk = WgmmaSlabDescriptor(matrix + kMatrix);
+    constexpr int kSlabStep = triangle::kSlab >> 4;
     const uint64_t k_restored = WgmmaDescriptor(operand + C::kKRestored, kHalfTile);
     WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(R, &u[4 * i], A_inv + i * 2, i > 0);
+    for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(R, &u[4 * i], A_inv + i * kSlabStep, i > 0);
     WgmmaCommit();
     if constexpr (C::kOutput) {
 #pragma unroll
@@ -508,7 +517,7 @@ __device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& w
     WgmmaFence();
     if constexpr (C::kOutput) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * 2, 1);
+      for (int i = 0; i < 4; ++i) Wgmma64x64<Operand>(O, &u[4 * i], Aqk + i * kSlabStep, 1);
       WgmmaCommit();
     }
 #pragma unroll
@@ -550,10 +559,15 @@ __device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& w
   }
 }
 
-// Rings' barriers, by one thread.
+// What is above the triangles, which no load writes, and the rings' barriers.
 template <typename Config>
-__device__ void InitBarriers(uint32_t smem) {
+__device__ void InitRings(uint32_t smem) {
   using C = Config;
+  for (int at = threadIdx.x * 16; at < C::kMatrixStages * C::kMatrixBytes; at += C::kThreads * 16) {
+    Sts128(smem + C::kMatrices + at, {0, 0, 0, 0});
+  }
+  FenceProxyAsync();
+  if (threadIdx.x > 0) return;
   for (int i = 0; i < C::kStages; ++i) {
     MbarrierInit(smem + C::kFull + 8 * i, 1);
     MbarrierInit(smem + C::kOperandsEmpty + 8 * i, 128 * C::kWarpgroups);
@@ -595,7 +609,7 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
   GriddepcontrolLaunchDependents();  // the next slice is prepared on the SMs that are left
   Segment s = FindWork(p, ws, blockIdx.x / HV);
   if (p.slice_chunks > 0) CutToSlice(s, slice);
-  if (tid == 0) InitBarriers<C>(smem);
+  InitRings<C>(smem);
   __syncthreads();
   if (warpgroup < kWarpgroups) {
     StateRegisters<C>();
@@ -636,7 +650,7 @@ __global__ void __launch_bounds__(ScanConfig<2, false>::kThreads, 1)
   if (tid == 2 * 128) GriddepcontrolWait();
   if (s.last || s.length == 0) return;
   if (transition && s.first) s.length = 0;  // the initial state as it is
-  if (tid == 0) InitBarriers<C>(smem);
+  InitRings<C>(smem);
   __syncthreads();
   if (warpgroup < 2) {
     StateRegisters<C>();

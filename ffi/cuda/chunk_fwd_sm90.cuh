@@ -32,34 +32,57 @@ inline constexpr int kHalfTile = kTile / 2;
 inline constexpr int kState = kHead * kHead * 4;     // bytes of an fp32 state
 inline constexpr int kMatrix = kChunk * kChunk * 2;  // bytes of a 64 x 64 matrix of 16-bit numbers
 
+// A lower triangular 64 x 64 matrix of 16-bit numbers, as the scan moves it: slabs of 16 columns,
+// of which slab j has its rows from 16 j on, 32 bytes each, the 16-byte piece p of row r at p ^ (r
+// / 4 % 2). In shared memory a slab has all 64 rows, the first of them zeros.
+namespace triangle {
+inline constexpr int kSlabs = 4, kRow = 32, kSlab = kChunk * kRow;
+__host__ __device__ constexpr int Zeros(int slab) { return 16 * slab * kRow; }  // bytes
+__host__ __device__ constexpr int Size(int slab) { return kSlab - Zeros(slab); }
+__host__ __device__ constexpr int Slab(int slab) {  // where it begins: behind those before
+  return slab * kSlab - Zeros(slab) * (slab - 1) / 2;
+}
+inline constexpr int kBytes = Slab(kSlabs);
+static_assert(kBytes == 10 * 16 * kRow, "ten of 16 blocks");
+// Piece `piece` (0..7) of row `row`, which is not above the slab's rows.
+__device__ __forceinline__ uint32_t Place(uint32_t row, uint32_t piece) {
+  const uint32_t slab = piece >> 1;
+  return Slab(slab) - Zeros(slab) + row * kRow + (((piece ^ (row >> 2)) & 1) << 4);
+}
+}  // namespace triangle
+
 // The image of one chunk and head in the workspace. Tiles and matrices are stored as the tensor
 // cores read them from shared memory: rows of 128 bytes, the 16-byte piece p of row r at p ^ (r %
 // 8).
 namespace image {
-inline constexpr int kQDecayed = 0;            // [64, K]   q exp(G)
-inline constexpr int kKDecayed = kTile;        // [64, K]   k exp(G)
-inline constexpr int kKRestored = 2 * kTile;   // [64, K]   k exp(G_last - G)
-inline constexpr int kAInv = 3 * kTile;        // [64, 64]  (I + diag(beta) Akk)^-1 diag(beta)
-inline constexpr int kAqk = kAInv + kMatrix;   // [64, 64]  q_i k_j exp(G_i - G_j), i >= j
-inline constexpr int kDecay = kAqk + kMatrix;  // [K] fp32  exp(G_last)
+inline constexpr int kQDecayed = 0;           // [64, K]   q exp(G)
+inline constexpr int kKDecayed = kTile;       // [64, K]   k exp(G)
+inline constexpr int kKRestored = 2 * kTile;  // [64, K]   k exp(G_last - G)
+inline constexpr int kAInv = 3 * kTile;       // triangle  (I + diag(beta) Akk)^-1 diag(beta)
+inline constexpr int kAqk = kAInv + triangle::kBytes;   // triangle  q_i k_j exp(G_i - G_j), i >= j
+inline constexpr int kDecay = kAqk + triangle::kBytes;  // [K] fp32  exp(G_last)
 // A bit per token, where keys are normalised: 0 if its key or beta is zero, so that it writes
 // nothing.
 inline constexpr int kWrites = kDecay + kHead * 4;
 inline constexpr int kDecayBytes = kHead * 4 + 16;  // of decay and writes, as they are copied
 // Whole lines of 128 bytes: copies of images that straddle lines made the scan 5% slower.
 inline constexpr int kBytes = (kDecay + kDecayBytes + 127) / 128 * 128;
+}  // namespace image
 
-// The image that the gradient is computed from ends otherwise, because it needs what is in A_inv
-// before beta is multiplied onto either side, and beta may be 0. Both without their diagonals of 1.
-inline constexpr int kYInv = kAInv;            // [64, 64]  (I + diag(beta) Akk)^-1
-inline constexpr int kEInv = kBytes;           // [64, 64]  (I + Akk diag(beta))^-1
+// The image that the gradient is computed from has the same operands and ends otherwise, because it
+// needs what is in A_inv before beta is multiplied onto either side, and beta may be 0. Both
+// without their diagonals of 1. Matrices are whole: they are read transposed as well.
+namespace gradient_image {
+inline constexpr int kYInv = 3 * kTile;        // [64, 64]  (I + diag(beta) Akk)^-1
+inline constexpr int kAqk = kYInv + kMatrix;   // [64, 64]
+inline constexpr int kEInv = kAqk + kMatrix;   // [64, 64]  (I + Akk diag(beta))^-1
 inline constexpr int kBeta = kEInv + kMatrix;  // [64] fp32
 inline constexpr int kBetaBytes = kChunk * 4;
-inline constexpr int kGradientBytes = kBeta + kBetaBytes;
-}  // namespace image
+inline constexpr int kDecay = kBeta + kBetaBytes;  // [K] fp32, and which tokens write, as above
+inline constexpr int kBytes = (kDecay + image::kDecayBytes + 127) / 128 * 128;
+}  // namespace gradient_image
 static_assert(image::kDecayBytes % 16 == 0, "bulk copies move 16 bytes");
 static_assert(image::kBytes <= 72 * 1024);
-static_assert(image::kGradientBytes % 128 == 0);
 
 // One chunk: `valid` tokens from global token `token` (0 <= token < B T); valid = 0: no chunk in
 // this slot.

@@ -343,6 +343,12 @@ __device__ __forceinline__ uint64_t WgmmaDescriptor(uint32_t address, uint32_t h
   return ((address & 0x3ffff) >> 4) | (uint64_t{half_bytes >> 4} << 16) | (kEightRows << 32) |
          kSwizzle128;
 }
+// 16 columns of a K-major matrix, in rows of 32 bytes, swizzled by 32 bytes, 256-byte aligned.
+__device__ __forceinline__ uint64_t WgmmaSlabDescriptor(uint32_t address) {
+  constexpr uint64_t kEightRows = 256 >> 4;
+  constexpr uint64_t kSwizzle32 = uint64_t{3} << 62;
+  return ((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) | (kEightRows << 32) | kSwizzle32;
+}
 // d[64x64] (+)= a[64x16] b[64x16]^T: a in registers, b in shared memory, K-major; `accumulate` 0
 // overwrites d. kTrans: b[16x64] is transposed (MN-major).
 template <typename Operand, int kTrans = 0>
