@@ -109,8 +109,8 @@ PLANTS = {
         "not have done with",
     ),
     "halves": (
-        "    BarSync(kHalvesBarrier, kBuildThreads);",
-        "    BarArrive(kHalvesBarrier, kBuildThreads);",
+        "  BarSync(kAllBarrier, kBuildThreads);  // L is",
+        "  //",
         "not have done with",
     ),
     "warp": (

@@ -54,8 +54,8 @@ struct BuildMemory {
 };
 inline constexpr int kBuildThreads = 256;
 
-// Named barriers: of all eight warps, of each four, and again of all.
-inline constexpr int kAllBarrier = 1, kQuadBarrier = 2, kHalvesBarrier = 4;
+// Named barriers: of all eight warps, and of each four.
+inline constexpr int kAllBarrier = 1, kQuadBarrier = 2;
 
 // Below this sum of log decays, base 2, an octet's products leave TF32's range.
 inline constexpr float kStrong = -64.f;
@@ -513,11 +513,7 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x, 
 #pragma unroll
     for (int n = 0; n < 2; ++n) StoreL<kGradient>(m, c16[n], warp, 4 * quad + n, lane);
   }
-  if (warp < 2) {  // these will invert
-    BarSync(kHalvesBarrier, kBuildThreads);
-  } else {
-    BarArrive(kHalvesBarrier, kBuildThreads);
-  }
+  BarSync(kAllBarrier, kBuildThreads);  // L is inverted within 32 tokens
   const uint32_t scratch = m.own + BuildMemory::kScratch + warp * kHead * 2;
   uint32_t qk32[4] = {};
   if (quad == 1) {

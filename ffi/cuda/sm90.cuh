@@ -230,10 +230,6 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void BarSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for threads that do not wait.
-__device__ __forceinline__ void BarArrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 // The next kernel of the stream, if launched for it, may start where blocks of this one leave room,
 // once all of them have said so.
 __device__ __forceinline__ void GriddepcontrolLaunchDependents() {

@@ -250,8 +250,7 @@ inline void Release(Clock& to) {
 }
 inline void Acquire(const Clock& from) { Join(ThisWarp().clock, from); }
 
-// Of one thread at a barrier; which of its rounds that was.
-inline uint64_t Arrive(int id, int threads) {
+inline void Sync(int id, int threads) {
   Barrier& barrier = block->barriers[id];
   const uint64_t generation = barrier.generation;
   Release(barrier.gathered);
@@ -262,11 +261,6 @@ inline uint64_t Arrive(int id, int threads) {
     Join(barrier.released, barrier.gathered);
   }
   if (barrier.arrived > threads) Fail("more arrivals than a barrier has threads");
-  return generation;
-}
-inline void Sync(int id, int threads) {
-  const uint64_t generation = Arrive(id, threads);
-  Barrier& barrier = block->barriers[id];
   WaitFor([&] { return barrier.generation != generation; });
   Acquire(barrier.released);
   ++block->current->step;

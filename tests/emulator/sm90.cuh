@@ -165,7 +165,6 @@ inline void MbarrierWait(uint32_t bar, uint32_t parity) {
   emulator::Acquire(m.released);
 }
 inline void BarSync(int id, int threads) { emulator::Sync(id, threads); }
-inline void BarArrive(int id, int threads) { emulator::Arrive(id, threads); }
 inline void GriddepcontrolLaunchDependents() {}
 inline void GriddepcontrolWait() {}
 inline void FenceProxyAsync() {}
