@@ -106,7 +106,8 @@ def chunk_fwd_workspace_bytes(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> 
     C, K = 64, 128
     cut = segment_chunks(B, T, HV, M, packed)
     NT = chunk_slots(B, T, M, packed)
-    image = 3 * C * K * 2 + 2 * (10 * 16 * 16) * 2 + K * 4 + 128
+    triangle = 10 * 16 * 16 * 2  # the blocks of A_inv, or Aqk, that are not above its diagonal
+    image = 3 * C * K * 2 + 2 * triangle + K * 4 + 128
     plan = 16 * NT + 32 * B * M if packed else 0
     states = 2 * _segments(B, NT, M, packed, cut)
     if slice_chunks(B, T, HV, M, packed):

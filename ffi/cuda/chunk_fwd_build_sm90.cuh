@@ -36,8 +36,7 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 struct BuildMemory {
   uint32_t tiles;  // q, k and bf16 g as loaded; then q_decayed, k_decayed, k_restored
   uint32_t own;    // [8 warps, kOwnBytes] sums, then decays; then the blocks of I + L, its inverse
-  uint32_t
-      aqk;  // the triangle or [64, 64]; until the products are stored, octet decays and their logs
+  uint32_t aqk;    // Aqk; until the products are stored, octet decays and their logs
   uint32_t decay;  // [K] fp32, the gate's bias, then the chunk's decay; 64 bits: which tokens write
   uint32_t beta;   // [64] fp32
 
@@ -451,8 +450,8 @@ __device__ __forceinline__ void Decay(Stacked& x, const BuildMemory& m, bool lat
   }
 }
 
-// Aqk entry (i, j), of the triangle or, for the gradient, the whole matrix, and L entry (i, j), i
-// >= j, from the products q_i k_j and k_i k_j.
+// Where entry (i, j) of Aqk and of L is, i >= j: of the products q_i k_j and k_i k_j. Aqk is a
+// triangle or, for the gradient, a whole matrix.
 template <bool kGradient>
 __device__ __forceinline__ uint32_t AqkAddress(const BuildMemory& m, int i, int j) {
   return m.aqk + (kGradient ? Swizzled(i, j >> 3) : triangle::Place(i, j >> 3)) + (j & 7) * 2;
@@ -488,8 +487,8 @@ __device__ __forceinline__ void StoreAqk(const BuildMemory& m, uint32_t qk, int 
   Sts32(AqkAddress<kGradient>(m, row * 8 + g, column * 8 + t * 2), qk);
 }
 
-// From the octets to the operands of the chunk, Aqk, L's block between both halves of 32 tokens,
-// and the inverses of the halves, in shared memory: a fence and a barrier have still to follow.
+// From the octets to the operands of the chunk, Aqk, and L, of which both halves of 32 tokens are
+// inverted already, in shared memory: a fence and a barrier have still to follow.
 template <typename Operand, bool kGradient>
 __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x, Products within,
                                               int warp, int lane) {
@@ -536,7 +535,7 @@ __device__ __forceinline__ void BuildProducts(const BuildMemory& m, Stacked& x, 
     }
     StsF32(m.decay + channel * 4, Ex2(sum));
     StoreDecays<Operand, false>(m, scratch, 4, 4, lane);
-    if (warp < 2) {  // while the other quad has products to do
+    if (warp < 2) {  // while the other quad has products to do; registers are short meanwhile
       const uint32_t kept = m.own + BuildMemory::kKept + (warp * 32 + lane) * 8;
       Sts64(kept, within.qk, c8.qk);
       InvertHalf(m.own, m.own + BuildMemory::kHalfScratch + warp * kBlock, warp, lane);

@@ -1,5 +1,5 @@
 // Prepare: q, k, g, beta of one chunk and value head -> its image (chunk_fwd_sm90.cuh): loads,
-// Build (chunk_fwd_build_sm90.cuh), the inverse, stores.
+// Build (chunk_fwd_build_sm90.cuh), what is left of the inverse, stores.
 //
 // Grid: x = value head, y and z = chunk slot, counted in the slice. Block: 8 warps. Three blocks
 // share an SM: 76,576 bytes, 80 registers a thread.

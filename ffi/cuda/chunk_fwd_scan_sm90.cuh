@@ -19,8 +19,8 @@
 // states are read and written without them.
 //
 // Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; of summaries,
-// contribution or transition. Block: kWarpgroups state warpgroups and one that loads, up to 231,088
-// bytes of shared memory: rings of operands, value tiles and matrices.
+// contribution or transition. Block: kWarpgroups state warpgroups and one that loads and stores, up
+// to 231,112 bytes of shared memory: rings of operands, value tiles and matrices.
 #pragma once
 
 #include <cmath>
@@ -51,7 +51,8 @@ struct ScanConfig {
   static constexpr int kMatrices = kValues + kStages * kTile;
   static constexpr int kDecays = kMatrices + kMatrixStages * kMatrixBytes;
   static constexpr int kBarriers = kDecays + kStages * image::kDecayBytes;
-  // full: the copy engine -> state warps; empty: state warps -> the loading thread
+  // full: the copy engine -> state warps; empty: state warps, or who stores a tile's output, -> the
+  // loading thread
   static constexpr int kFull = kBarriers, kOperandsEmpty = kFull + 8 * kStages,
                        kValuesEmpty = kOperandsEmpty + 8 * kStages;
   static constexpr int kMatricesFull = kValuesEmpty + 8 * kStages,
@@ -258,6 +259,7 @@ __device__ inline void FillOutput(const FwdParams& p, int first, int last, int h
   }
 }
 
+// A triangle of an image, below the zeros that are kept in shared memory.
 __device__ __forceinline__ void LoadTriangle(uint32_t to, const std::byte* from, uint32_t full) {
 #pragma unroll
   for (int j = 0; j < triangle::kSlabs; ++j) {
@@ -265,6 +267,7 @@ __device__ __forceinline__ void LoadTriangle(uint32_t to, const std::byte* from,
              triangle::Size(j), full);
   }
 }
+
 template <typename Config>
 __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdParams& p,
                            const Workspace& ws, const Segment& s, int h, int first_half,
@@ -497,7 +500,8 @@ __device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& w
       u[i] = Pack<Operand>(fmaf(Bf16Lo(u[i]), state_scale.down, -R[2 * i]),
                            fmaf(Bf16Hi(u[i]), state_scale.down, -R[2 * i + 1]));
     }
-    const uint64_t A_inv = WgmmaSlabDescriptor(matrix), Aqk = WgmmaSlabDescriptor(matrix + kMatrix);
+    const uint64_t A_inv = WgmmaDescriptor<triangle::kRow>(matrix, 16),
+                   Aqk = WgmmaDescriptor<triangle::kRow>(matrix + kMatrix, 16);
     constexpr int kSlabStep = triangle::kSlab >> 4;
     const uint64_t k_restored = WgmmaDescriptor(operand + C::kKRestored, kHalfTile);
     WgmmaFence();
@@ -559,7 +563,7 @@ __device__ void ScanChunks(uint32_t smem, const FwdParams& p, const Workspace& w
   }
 }
 
-// What is above the triangles, which no load writes, and the rings' barriers.
+// By all threads: zeros above the triangles, where no load writes, and the rings' barriers.
 template <typename Config>
 __device__ void InitRings(uint32_t smem) {
   using C = Config;

@@ -32,9 +32,9 @@ inline constexpr int kHalfTile = kTile / 2;
 inline constexpr int kState = kHead * kHead * 4;     // bytes of an fp32 state
 inline constexpr int kMatrix = kChunk * kChunk * 2;  // bytes of a 64 x 64 matrix of 16-bit numbers
 
-// A lower triangular 64 x 64 matrix of 16-bit numbers, as the scan moves it: slabs of 16 columns,
-// of which slab j has its rows from 16 j on, 32 bytes each, the 16-byte piece p of row r at p ^ (r
-// / 4 % 2). In shared memory a slab has all 64 rows, the first of them zeros.
+// A lower triangular 64 x 64 matrix of 16-bit numbers, as the scan moves it, in slabs of 16
+// columns. Slab j has its rows from 16 j on, 32 bytes each; the 16-byte piece p of row r is at
+// p ^ (r / 4 & 1). In shared memory a slab has all 64 rows, the first of them zeros.
 namespace triangle {
 inline constexpr int kSlabs = 4, kRow = 32, kSlab = kChunk * kRow;
 __host__ __device__ constexpr int Zeros(int slab) { return 16 * slab * kRow; }  // bytes
@@ -82,7 +82,7 @@ inline constexpr int kDecay = kBeta + kBetaBytes;  // [K] fp32, and which tokens
 inline constexpr int kBytes = (kDecay + image::kDecayBytes + 127) / 128 * 128;
 }  // namespace gradient_image
 static_assert(image::kDecayBytes % 16 == 0, "bulk copies move 16 bytes");
-static_assert(image::kBytes <= 72 * 1024);
+static_assert(image::kBytes <= 59 * 1024, "what the README says");
 
 // One chunk: `valid` tokens from global token `token` (0 <= token < B T); valid = 0: no chunk in
 // this slot.

@@ -330,20 +330,16 @@ template <int N>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Shared-memory matrix in rows of 128 bytes, swizzled by 128 bytes, 1024-byte aligned.
-// `half_bytes`: from one 64-column half to the next, read only where the matrix is transposed
-// (MN-major).
+// Shared-memory matrix in rows of kRow bytes, swizzled by as many and aligned to eight rows: of 128
+// bytes, or of 32 for 16 columns of a K-major matrix. `half_bytes`: from one 64-column half to the
+// next, read only where the matrix is transposed (MN-major).
+template <int kRow = 128>
 __device__ __forceinline__ uint64_t WgmmaDescriptor(uint32_t address, uint32_t half_bytes) {
-  constexpr uint64_t kEightRows = 1024 >> 4;
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  static_assert(kRow == 128 || kRow == 32);
+  constexpr uint64_t kEightRows = 8 * kRow >> 4;
+  constexpr uint64_t kSwizzle = uint64_t{kRow == 128 ? 1 : 3} << 62;
   return ((address & 0x3ffff) >> 4) | (uint64_t{half_bytes >> 4} << 16) | (kEightRows << 32) |
-         kSwizzle128;
-}
-// 16 columns of a K-major matrix, in rows of 32 bytes, swizzled by 32 bytes, 256-byte aligned.
-__device__ __forceinline__ uint64_t WgmmaSlabDescriptor(uint32_t address) {
-  constexpr uint64_t kEightRows = 256 >> 4;
-  constexpr uint64_t kSwizzle32 = uint64_t{3} << 62;
-  return ((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) | (kEightRows << 32) | kSwizzle32;
+         kSwizzle;
 }
 // d[64x64] (+)= a[64x16] b[64x16]^T: a in registers, b in shared memory, K-major; `accumulate` 0
 // overwrites d. kTrans: b[16x64] is transposed (MN-major).

@@ -288,19 +288,16 @@ inline void WgmmaCommit() {}
 template <int N>
 void WgmmaWait() {}
 // A descriptor is what it is on the GPU.
-inline uint64_t WgmmaDescriptor(uint32_t address, uint32_t half_bytes) {
-  return ((address & 0x3ffff) >> 4) | (uint64_t{half_bytes >> 4} << 16) | (uint64_t{64} << 32) |
-         (uint64_t{1} << 62);
-}
-inline uint64_t WgmmaSlabDescriptor(uint32_t address) {
-  return ((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) | (uint64_t{16} << 32) |
-         (uint64_t{3} << 62);
+template <int kRow = 128>
+uint64_t WgmmaDescriptor(uint32_t address, uint32_t half_bytes) {
+  return ((address & 0x3ffff) >> 4) | (uint64_t{half_bytes >> 4} << 16) |
+         (uint64_t{kRow / 2} << 32) | (uint64_t{kRow == 128 ? 1 : 3} << 62);
 }
 // Element (row, k) of a K-major matrix of 16-bit numbers, or (k, row) of a transposed one.
 template <typename Operand>
 float ReadMatrix(uint64_t descriptor, bool transposed, int row, int k) {
   const uint32_t start = (descriptor & 0x3fff) << 4, half = (descriptor >> 16 & 0x3fff) << 4;
-  if (descriptor >> 62 == 3) {  // a slab
+  if (descriptor >> 62 == 3) {  // rows of 32 bytes
     const uint32_t at = start + row * 32 + k * 2;
     return Operand::Read(emulator::Load<uint16_t>(at ^ (at >> 7 & 1) << 4));
   }
