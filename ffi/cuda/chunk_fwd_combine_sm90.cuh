@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(CombineConfig<kRows>::kThreads, 1)
   const uint32_t smem = SharedAddress(shared);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int64_t n = blockIdx.x / p.HV, h = blockIdx.x % p.HV;
-  GriddepcontrolLaunchDependents();
   GriddepcontrolWait();
+  GriddepcontrolLaunchDependents();  // only now: what it has left to wait for are the states
   const Segment sequence = FindTokens(p, ws, n);
   const int64_t last = SegmentsOf(p, sequence) - 1;  // nobody asks for the state at its end
   if (last < 2 || FindStateSlots(p, n).padding) return;

@@ -83,6 +83,8 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
     const uint3 b = BlockIndex();
     if (b.x == gridDim.x - 1 && b.y == gridDim.y - 1 && b.z == gridDim.z - 1) GriddepcontrolWait();
   };
+  // Of what is ahead of a first slice nothing is known; of a later one it is the scan before.
+  if (slice.first == 0) GriddepcontrolWait();
   const auto [slot, h] = slot_and_head();
   const uint32_t HV = static_cast<uint32_t>(p.HV);
   GriddepcontrolLaunchDependents();  // the scan sets itself up while the last blocks work
@@ -158,13 +160,13 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   if (kL2Norm) StoreWrites(m, octet, warp, lane);
   BuildProducts<Operand, kGradient>(m, x, Keep<Operand>(within), warp, lane);
   tid = ThreadIndex(), warp = tid >> 5, lane = tid & 31;
-  FenceProxyAsync();
   BarSync(kAllBarrier, C::kThreads);
   if (warp >= 4) return;
   const auto [this_slot, this_head] = slot_and_head();
   std::byte* image = ws.images + (int64_t{this_slot} * HV + this_head) *
                                      (kGradient ? gradient_image::kBytes : image::kBytes);
   if (tid == 0) {
+    FenceProxyAsync();  // for all that the barrier was for
     BulkStore(image, smem + C::kTiles, 3 * kTile);
     if constexpr (kGradient) {
       BulkStore(image + gradient_image::kAqk, smem + C::kAqk, kMatrix);
@@ -185,9 +187,9 @@ __global__ void __launch_bounds__(PrepareConfig::kThreads, sizeof(G) == 2 ? 3 : 
   } else {
     PackInverse<Operand>(m, smem + C::kAInv, tid);
   }
-  FenceProxyAsync();
   BarSync(kQuadBarrier, 128);
   if (tid == 0) {
+    FenceProxyAsync();
     if constexpr (kGradient) {
       BulkStore(image + gradient_image::kYInv, smem + C::kAInv, kMatrix);
       BulkStore(image + gradient_image::kEInv, smem + C::kTiles, kMatrix);

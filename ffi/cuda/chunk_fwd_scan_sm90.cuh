@@ -361,7 +361,6 @@ __device__ __forceinline__ void PackOutput(uint32_t smem, const FwdParams& p, co
     StmatrixTrans(fragment + j * 16 * 128, o[0], o[1], o[2], o[3]);
   }
   if (valid >= kChunk) {
-    FenceProxyAsync();
     MbarrierArrive(smem + Config::OutputFull(stage, warpgroup));
   } else {  // the rows after `valid` are not ours to write
     BarSync(1 + warpgroup, 128);
@@ -382,6 +381,7 @@ __device__ void StoreOutputs(uint32_t smem, const CUtensorMap* o_map, const Segm
   Ring<C::kStages> values;
   for (int c = 0; c < s.length / kChunk; ++c) {
     MbarrierWait(smem + C::OutputFull(values.stage, warpgroup), values.parity);
+    FenceProxyAsync();  // for all that arrived: theirs would hold up their chains
     TmaStore(o_map, smem + C::kValues + values.stage * kTile + warpgroup * kHalfTile, h,
              s.token + c * kChunk, v_half);
     BulkCommit();
@@ -625,7 +625,9 @@ __global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
   } else {
     LoaderRegisters<C>();
     if (tid == kWarpgroups * 128) {
-      GriddepcontrolWait();  // for images; all else that it reads was there before prepare
+      // For images; all else that it reads was there before prepare. Segments are scanned behind
+      // combine, which lets them start when prepare has ended.
+      if (ws.segments == 0) GriddepcontrolWait();
       LoadChunks<C>(smem, &v_map, p, ws, s, h, first_half, /*with_values=*/true);
     }
     // The first thread of its second warp, and of the third: a state warpgroup's each.

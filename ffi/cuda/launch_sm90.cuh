@@ -92,8 +92,8 @@ ffi::Error LaunchPrepare(const FwdParams& p, const Workspace& ws, const Slice& s
   const int64_t slots = ws.chunks == nullptr ? p.B * slice.count : ws.NT;
   const int64_t z = (slots + 65534) / 65535, y = (slots + z - 1) / z;
   return Launch("ChunkFwdPrepareKernel", kernel,
-                {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes, slice.first > 0},
-                stream, q_map, k_map, g_map, p, ws, slice);
+                {dim3(p.HV, y, z), PrepareConfig::kThreads, PrepareConfig::kBytes, true}, stream,
+                q_map, k_map, g_map, p, ws, slice);
 }
 
 template <int kRows>
