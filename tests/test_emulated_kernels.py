@@ -48,9 +48,10 @@ def build(
         for file in SOURCES.glob(f"cuda/{pattern}"):
             text = file.read_text().replace(
                 "extern __shared__ __align__(1024) uint8_t shared[];",
-                "uint8_t* const shared = emulator::memory;",
+                "uint8_t* const shared = emulator::SharedMemory();",
             )
-            (cuda / file.name).write_text(edit(text.replace("__shared__ ", "static ")))
+            text = text.replace("__shared__ ", "emulator::ExpectOneBlock(); static ")
+            (cuda / file.name).write_text(edit(text))
     shutil.copy(HERE / "emulator" / "sm90.cuh", cuda)
     for header in HEADERS:
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +125,11 @@ PLANTS = {
         "  if (warp >= 4) return;\n  BarSync(kAllBarrier, C::kThreads);\n",
         "deadlock",
     ),
+    "peer": (
+        "  MbarrierArriveCluster(Mapa(bar, rank ^ 1));\n  MbarrierWait(bar, parity);",
+        "  MbarrierArriveCluster(Mapa(bar, rank ^ 1));",
+        "not have done with",
+    ),
 }
 
 
@@ -131,7 +137,7 @@ PLANTS = {
 def test_a_planted_fault_is_found(name: str, tmp_path: Path):
     old, new, message = PLANTS[name]
     library = build(tmp_path, "fwd", lambda text: text.replace(old, new))
-    x = draw(GPU, T=130, H=1)
+    x = draw(GPU, T=200, H=1)  # enough chunks for every ring to come round
     x["g"] = x["g"].astype(jnp.bfloat16)
     with emulated(library), pytest.raises(jax.errors.JaxRuntimeError, match=message):
         test_gpu.run(GPU, x)

@@ -18,9 +18,14 @@
 // Heads of 64 are heads of 128 whose other channels are zero: the copy engine fills them in, and
 // states are read and written without them.
 //
+// Both halves of V need all of an image but its values. Where they are two blocks, these are a
+// pair: a cluster, in which each block loads half of what both need into both. They do the same
+// chunks, so each knows what the other loads. A block fills a stage of its peer when both have
+// told each other that theirs are free.
+//
 // Grid: x = (scan order or segment, value head); y = V half when kWarpgroups is 1; of summaries,
 // contribution or transition. Block: kWarpgroups state warpgroups and one that loads and stores, up
-// to 231,112 bytes of shared memory: rings of operands, value tiles and matrices.
+// to 231,128 bytes of shared memory: rings of operands, value tiles and matrices.
 #pragma once
 
 #include <cmath>
@@ -31,10 +36,12 @@
 
 namespace jax_kda::sm90 {
 
-template <int kWarpgroups_, bool kOutput_>
+template <int kWarpgroups_, bool kOutput_, bool kPaired_ = false>
 struct ScanConfig {
   static constexpr int kWarpgroups = kWarpgroups_;  // 2: all of V; 1: half of it
   static constexpr bool kOutput = kOutput_;         // false: a summary, of the state alone
+  static constexpr bool kPaired = kPaired_;         // with the block of V's other half
+  static_assert(!kPaired || (kWarpgroups == 1 && kOutput));
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kStages = kOutput ? 3 : 4;  // of operands and values
   static constexpr int kMatrixStages = kOutput ? 2 : 3;
@@ -58,7 +65,10 @@ struct ScanConfig {
   static constexpr int kMatricesFull = kValuesEmpty + 8 * kStages,
                        kMatricesEmpty = kMatricesFull + 8 * kMatrixStages;
   static constexpr int kOutputsFull = kMatricesEmpty + 8 * kMatrixStages;
-  static constexpr int kBytes = kOutputsFull + 8 * kStages * kWarpgroups;
+  // of a pair: the peer's loading thread, whose stage is empty -> this block's
+  static constexpr int kOperandsPeer = kOutputsFull + 8 * kStages * kWarpgroups,
+                       kMatricesPeer = kOperandsPeer + (kPaired ? 8 * kStages : 0);
+  static constexpr int kBytes = kMatricesPeer + (kPaired ? 8 * kMatrixStages : 0);
   // a state warpgroup -> the thread that stores its outputs
   static __device__ constexpr int OutputFull(int stage, int warpgroup) {
     return kOutputsFull + 8 * (stage * kWarpgroups + warpgroup);
@@ -259,15 +269,41 @@ __device__ inline void FillOutput(const FwdParams& p, int first, int last, int h
   }
 }
 
+// A part of an image, for this block or for both of a pair.
+template <typename Config>
+__device__ __forceinline__ void LoadPart(uint32_t to, const std::byte* from, uint32_t bytes,
+                                         uint32_t full) {
+  if constexpr (Config::kPaired) {
+    BulkLoadMulticast(to, from, bytes, full, /*ranks=*/3);
+  } else {
+    BulkLoad(to, from, bytes, full);
+  }
+}
 // A triangle of an image, below the zeros that are kept in shared memory.
+template <typename Config>
 __device__ __forceinline__ void LoadTriangle(uint32_t to, const std::byte* from, uint32_t full) {
 #pragma unroll
   for (int j = 0; j < triangle::kSlabs; ++j) {
-    BulkLoad(to + j * triangle::kSlab + triangle::Zeros(j), from + triangle::Slab(j),
-             triangle::Size(j), full);
+    LoadPart<Config>(to + j * triangle::kSlab + triangle::Zeros(j), from + triangle::Slab(j),
+                     triangle::Size(j), full);
   }
 }
 
+// By a pair's loading threads, each when its stage is empty and its `full` expects the next chunk:
+// waits until both are. A second arrival cannot overtake the wait for the first: the peer's stage
+// is not empty again before this thread has filled it. The last arrival is waited for as well, and
+// all that lands by the state warps, so that a block needs not stay for its peer.
+//
+// The reads of a stage were over before its state warps arrived, and nothing was written that the
+// peer reads: no fence of the cluster is needed.
+__device__ __forceinline__ void MeetPeer(uint32_t bar, uint32_t rank, uint32_t parity) {
+  MbarrierArriveCluster(Mapa(bar, rank ^ 1));
+  MbarrierWait(bar, parity);
+}
+
+// Of a pair, the block of V half `first_half` loads that half of the operands, and decays and A_inv
+// or Aqk. The first chunks go into stages that have always been empty: what then comes from the
+// peer before `full` expects it counts below zero, in the same phase.
 template <typename Config>
 __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdParams& p,
                            const Workspace& ws, const Segment& s, int h, int first_half,
@@ -275,6 +311,10 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
   using C = Config;
   Ring<C::kStages> inputs;
   Ring<C::kMatrixStages> matrices;
+  constexpr int kOperandPart = C::kOperandBytes / (C::kPaired ? 2 : 1);
+  const int part = C::kPaired ? first_half * kOperandPart : 0;
+  const bool loads_first = !C::kPaired || first_half == 0,
+             loads_second = !C::kPaired || first_half == 1;
   const int NT = (s.length + kChunk - 1) / kChunk;
   for (int c = 0; c < NT; ++c) {
     const std::byte* image = ws.images + ((s.first_chunk + c) * p.HV + h) * image::kBytes;
@@ -285,10 +325,15 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
       }
       MbarrierExpectTx(full, C::kOperandBytes + image::kDecayBytes +
                                  (with_values ? C::kWarpgroups * kHalfTile : 0));
-      BulkLoad(smem + C::kOperands + inputs.stage * C::kOperandBytes, image + C::kFirstOperand,
-               C::kOperandBytes, full);
-      BulkLoad(smem + C::kDecays + inputs.stage * image::kDecayBytes, image + image::kDecay,
-               image::kDecayBytes, full);
+      if (C::kPaired && c >= C::kStages) {
+        MeetPeer(smem + C::kOperandsPeer + 8 * inputs.stage, first_half, inputs.parity ^ 1);
+      }
+      LoadPart<C>(smem + C::kOperands + inputs.stage * C::kOperandBytes + part,
+                  image + C::kFirstOperand + part, kOperandPart, full);
+      if (loads_first) {
+        LoadPart<C>(smem + C::kDecays + inputs.stage * image::kDecayBytes, image + image::kDecay,
+                    image::kDecayBytes, full);
+      }
       if (with_values) {
         if (c >= C::kStages) {
           MbarrierWait(smem + C::kValuesEmpty + 8 * inputs.stage, inputs.parity ^ 1);
@@ -305,8 +350,11 @@ __device__ void LoadChunks(uint32_t smem, const CUtensorMap* v_map, const FwdPar
       }
       const uint32_t to = smem + C::kMatrices + matrices.stage * C::kMatrixBytes;
       MbarrierExpectTx(full, (C::kOutput ? 2 : 1) * triangle::kBytes);
-      LoadTriangle(to, image + image::kAInv, full);
-      if (C::kOutput) LoadTriangle(to + kMatrix, image + image::kAqk, full);
+      if (C::kPaired && c >= C::kMatrixStages) {
+        MeetPeer(smem + C::kMatricesPeer + 8 * matrices.stage, first_half, matrices.parity ^ 1);
+      }
+      if (loads_first) LoadTriangle<C>(to, image + image::kAInv, full);
+      if (C::kOutput && loads_second) LoadTriangle<C>(to + kMatrix, image + image::kAqk, full);
       matrices.Advance();
     }
   }
@@ -584,6 +632,9 @@ __device__ void InitRings(uint32_t smem) {
     MbarrierInit(smem + C::kMatricesFull + 8 * i, 1);
     MbarrierInit(smem + C::kMatricesEmpty + 8 * i, 4 * C::kWarpgroups);
   }
+  for (int i = 0; C::kPaired && i < C::kStages + C::kMatrixStages; ++i) {
+    MbarrierInit(smem + C::kOperandsPeer + 8 * i, 1);  // and of the matrices, behind them
+  }
   FenceMbarrierInit();
 }
 
@@ -598,23 +649,24 @@ __device__ __forceinline__ void LoaderRegisters() {
   if constexpr (Config::kWarpgroups == 2) SetMaxNRegDec<40>();
 }
 
-template <typename Operand, int kWarpgroups>
-__global__ void __launch_bounds__(ScanConfig<kWarpgroups, true>::kThreads, 1)
+template <typename Operand, int kWarpgroups, bool kPaired>
+__global__ void __launch_bounds__(ScanConfig<kWarpgroups, true, kPaired>::kThreads, 1)
     ChunkFwdScanKernel(const __grid_constant__ CUtensorMap v_map,
                        const __grid_constant__ CUtensorMap o_map,
                        const __grid_constant__ FwdParams p, const __grid_constant__ Workspace ws,
                        const __grid_constant__ Slice slice) {
-  using C = ScanConfig<kWarpgroups, true>;
+  using C = ScanConfig<kWarpgroups, true, kPaired>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = SharedAddress(shared);
   const int tid = threadIdx.x, warpgroup = tid >> 7;
   const int HV = static_cast<int>(p.HV), h = blockIdx.x % HV;
-  const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;
+  const int first_half = kWarpgroups == 1 ? blockIdx.y : 0;  // of a pair, the rank
   GriddepcontrolLaunchDependents();  // the next slice is prepared on the SMs that are left
   Segment s = FindWork(p, ws, blockIdx.x / HV);
   if (p.slice_chunks > 0) CutToSlice(s, slice);
   InitRings<C>(smem);
   __syncthreads();
+  if constexpr (kPaired) ClusterSync();  // before the peer's loads, and arrivals at its barriers
   if (warpgroup < kWarpgroups) {
     StateRegisters<C>();
     const int v_half = first_half + warpgroup;

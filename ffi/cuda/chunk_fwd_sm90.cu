@@ -14,12 +14,12 @@ using sm90::kHead;
 using sm90::Launch;
 using sm90::MakeTileMap;
 
-// Up to this many blocks V is split over two: twice as many SMs, each with half the products. More
-// chains would want more bandwidth, since both halves read the operands; segments are short.
-constexpr int64_t kSplitChains = 48, kSplitSegments = 66;
+// Up to this many blocks V is split over two: twice as many SMs, each with half the products. Of a
+// V of 128 they are a pair, which reads the operands once.
+constexpr int64_t kSplitChains = 66, kSplitSegments = 66;
 
-// `chains`: sequences, or numbers of segments.
-template <typename Operand, int kWarpgroups>
+// `chains`: sequences, or numbers of segments. kPaired: as in ScanConfig.
+template <typename Operand, int kWarpgroups, bool kPaired = false>
 ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, const sm90::Slice& slice,
                       int64_t chains, cudaStream_t stream) {
   const bool prepared = p.B * p.T > 0;
@@ -28,11 +28,11 @@ ffi::Error LaunchScan(const FwdParams& p, const sm90::Workspace& ws, const sm90:
     RETURN_IF_ERROR(MakeTileMap(&v_map, p.v, p.B * p.T, p.HV, p.V, kWarpgroups));
     RETURN_IF_ERROR(MakeTileMap(&o_map, p.o, p.B * p.T, p.HV, p.V, 1));
   }
-  using Config = sm90::ScanConfig<kWarpgroups, true>;
+  using Config = sm90::ScanConfig<kWarpgroups, true, kPaired>;
   const dim3 grid(chains * p.HV, p.V / 64 / kWarpgroups);
-  return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups>,
-                {grid, Config::kThreads, Config::kBytes, prepared}, stream, v_map, o_map, p, ws,
-                slice);
+  return Launch("ChunkFwdScanKernel", sm90::ChunkFwdScanKernel<Operand, kWarpgroups, kPaired>,
+                {grid, Config::kThreads, Config::kBytes, prepared, kPaired ? 2 : 1}, stream, v_map,
+                o_map, p, ws, slice);
 }
 
 template <typename Operand>
@@ -62,8 +62,9 @@ ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStre
       RETURN_IF_ERROR((sm90::LaunchPrepare<kL2Norm, false>(p, ws, slice, stream)));
     }
     if (cut) RETURN_IF_ERROR(LaunchSummaries<Operand>(p, ws, stream));
-    RETURN_IF_ERROR(split ? (LaunchScan<Operand, 1>(p, ws, slice, chains, stream))
-                          : (LaunchScan<Operand, 2>(p, ws, slice, chains, stream)));
+    RETURN_IF_ERROR(!split      ? (LaunchScan<Operand, 2>(p, ws, slice, chains, stream))
+                    : p.V == 64 ? (LaunchScan<Operand, 1>(p, ws, slice, chains, stream))
+                                : (LaunchScan<Operand, 1, true>(p, ws, slice, chains, stream)));
     slice.first += slice.count;
     slice.count = std::min(step, rows.count - slice.first);
   } while (slice.count > 0);

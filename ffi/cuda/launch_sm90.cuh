@@ -51,6 +51,7 @@ struct Shape {
   int threads;
   int shared_bytes;
   bool early = false;  // may start before the kernel ahead ends: it waits by itself
+  int cluster = 1;     // blocks along y that are a cluster; divides grid.y
 };
 
 template <typename... Params, typename... Args>
@@ -59,16 +60,27 @@ ffi::Error Launch(const char* name, void (*kernel)(Params...), const Shape& shap
   RETURN_IF_ERROR(CudaError(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
       name));
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (shape.early) {
+    cudaLaunchAttribute& early = attributes[count++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = 1;
+    cluster.val.clusterDim.y = shape.cluster;
+    cluster.val.clusterDim.z = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = shape.early ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return CudaError(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 

@@ -226,6 +226,22 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// `a`, a place in this block's shared memory, in that of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t Mapa(uint32_t a, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(a), "r"(rank));
+  return mapped;
+}
+// `bar` may be another block's. It orders no more than MbarrierArrive: with .release.cluster it
+// would wait for all that this thread has outstanding, for some 2,000 cycles.
+__device__ __forceinline__ void MbarrierArriveCluster(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// Waits for all threads of the cluster. What orders their writes is FenceMbarrierInit for mbarriers
+// and, within a block, a __syncthreads before: with .release each thread would wait for the GPU.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // Named barrier `id` (1..15) among `threads` threads; 0 is __syncthreads.
 __device__ __forceinline__ void BarSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -271,6 +287,15 @@ __device__ __forceinline__ void BulkLoad(uint32_t dst, const void* src, uint32_t
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}
+// To `dst` in every block of the cluster whose bit is in `ranks`, and on `bar` in each of them.
+__device__ __forceinline__ void BulkLoadMulticast(uint32_t dst, const void* src, uint32_t bytes,
+                                                  uint32_t bar, uint32_t ranks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "h"(static_cast<uint16_t>(ranks))
       : "memory");
 }
 __device__ __forceinline__ void BulkStore(void* dst, uint32_t src, uint32_t bytes) {

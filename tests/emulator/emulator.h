@@ -5,11 +5,13 @@
 // out of shared memory read as late as they may. Shared memory starts as NaN. These end a run with
 // a message: a deadlock; a misaligned or stray address; a barrier with the wrong count, an mbarrier
 // with the wrong bytes; two accesses to shared memory, one of them a write, that no barrier orders
-// (vector clocks, a warp's lanes ordered by __syncwarp alone).
+// (vector clocks, a warp's lanes ordered by __syncwarp alone); a block that may end before what
+// another sends it has come.
 //
-// Blocks run one after the other, kernels in the order of their launches. What is not here: time,
-// races in global memory, proxies and their fences, products that still run when their operands
-// change.
+// The blocks of a cluster, at most two along y, run together, clusters one after the other, kernels
+// in the order of their launches. What is not here: time, races in global memory, proxies and their
+// fences, the scope of an ordering (all are as if of the cluster), products that still run when
+// their operands change.
 #pragma once
 
 #include <ucontext.h>
@@ -84,12 +86,14 @@ inline float2 __half22float2(__half2 x) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// blocks
+// clusters of blocks
 
 namespace emulator {
 
 inline constexpr int kWarp = 32, kStackBytes = 128 * 1024, kSharedBytes = 232448;
-alignas(1024) inline uint8_t memory[kSharedBytes];
+// Each block of a cluster has its window of shared addresses: what a matrix descriptor can hold.
+inline constexpr uint32_t kMaxBlocks = 2, kWindow = 1 << 18;
+alignas(1024) inline uint8_t memory[kMaxBlocks * kWindow];
 
 // How much of each warp's past is known to have happened.
 using Clock = std::vector<uint32_t>;
@@ -116,12 +120,14 @@ struct Mbarrier {
 };
 struct Fiber {
   ucontext_t context;
-  int tid;
+  uint32_t rank;      // of its block
+  int tid;            // in its block
+  int warp;           // in the cluster
   uint32_t step = 1;  // grows with all that lets the lanes of a warp see each other's writes
   bool done = false;
   std::vector<std::function<void()>> copies;  // bulk stores that have not read yet
 };
-// Of every byte of shared memory the last write, and of every warp the last read.
+// Of every byte of shared memory the last write, and of every warp of its block the last read.
 struct Shadow {
   struct Access {
     uint32_t time = 0, step = 0;  // 0: none
@@ -130,104 +136,145 @@ struct Shadow {
   std::vector<Access> writes, reads;
 };
 struct Block {
+  uint3 index;
+  int running;  // threads that have not ended
+  Barrier barriers[16];
+};
+struct Cluster {
+  std::vector<Block> blocks;  // by rank
+  int threads;                // of a block
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  Barrier barriers[16];
+  Barrier barrier;
   std::map<uint32_t, Mbarrier> mbarriers;
   std::function<void()> body;
-  uint3 index, grid;
+  uint3 grid;
   ucontext_t scheduler;
   Fiber* current = nullptr;
   uint64_t progress = 0;  // grows with everything that somebody may wait for
   Shadow shadow;
 };
-inline Block* block = nullptr;
+inline Cluster* cluster = nullptr;
 inline std::mt19937 random;
 inline std::string failure;  // of the run, empty if there is none
 
-inline void Yield() { swapcontext(&block->current->context, &block->scheduler); }
+inline void Yield() { swapcontext(&cluster->current->context, &cluster->scheduler); }
 inline void Fail(const std::string& what) {
   if (failure.empty()) failure = what;
-  if (block != nullptr && block->current != nullptr) Yield();  // for good
+  if (cluster != nullptr && cluster->current != nullptr) Yield();  // for good
 }
 template <typename Condition>
 void WaitFor(Condition condition) {
   while (!condition()) Yield();
-  ++block->progress;
+  ++cluster->progress;
 }
-inline int Tid() { return block->current->tid; }
+inline int Tid() { return cluster->current->tid; }
 inline int Lane() { return Tid() % kWarp; }
+inline uint32_t Rank() { return cluster->current->rank; }
+inline Block& ThisBlock() { return cluster->blocks[Rank()]; }
+inline Warp& ThisWarp() { return cluster->warps[cluster->current->warp]; }
+inline uint8_t* SharedMemory() { return memory + Rank() * kWindow; }
+// Variables in shared memory are static, one for all blocks.
+inline void ExpectOneBlock() {
+  if (cluster->blocks.size() > 1) Fail("a variable in the shared memory of a cluster");
+}
 
+// All that other blocks send to this one has to be waited for by somebody: once a block has ended,
+// its shared memory is another's.
+inline void EndBlock() {
+  Clock seen(cluster->warps.size());
+  for (const Fiber& fiber : cluster->fibers) {
+    if (fiber.rank == Rank()) Join(seen, cluster->warps[fiber.warp].clock);
+  }
+  for (const auto& [address, mbarrier] : cluster->mbarriers) {
+    if (address / kWindow != Rank()) continue;
+    for (size_t w = 0; w < seen.size(); ++w) {
+      if (mbarrier.gathered[w] > seen[w]) Fail("a block may end before what another sends it");
+    }
+  }
+}
 inline void RunThread() {
-  block->body();
-  if (!block->current->copies.empty()) Fail("a thread ends before its bulk stores have read");
-  block->current->done = true;
-  ++block->progress;
+  cluster->body();
+  if (!cluster->current->copies.empty()) Fail("a thread ends before its bulk stores have read");
+  if (--ThisBlock().running == 0) EndBlock();
+  cluster->current->done = true;
+  ++cluster->progress;
   Yield();
 }
-inline void RunBlock(int threads, uint3 index, uint3 grid, const std::function<void()>& body) {
+// `index`: of the block of rank 0.
+inline void RunCluster(uint32_t blocks, int threads, uint3 index, uint3 grid,
+                       const std::function<void()>& body) {
   static std::vector<std::unique_ptr<char[]>> stacks;
-  while (static_cast<int>(stacks.size()) < threads) {
+  Cluster c;
+  cluster = &c;
+  c.threads = threads;
+  c.grid = grid;
+  c.body = body;
+  const int block_warps = threads / kWarp;
+  const size_t warps = blocks * block_warps;
+  c.barrier.gathered = c.barrier.released = Clock(warps);
+  for (uint32_t rank = 0; rank < blocks; ++rank) {
+    Block& block = c.blocks.emplace_back(Block{{index.x, index.y + rank, index.z}, threads});
+    for (Barrier& barrier : block.barriers) barrier = c.barrier;
+  }
+  c.warps.resize(warps);
+  for (size_t w = 0; w < warps; ++w) {
+    c.warps[w].clock.assign(warps, 0);
+    c.warps[w].clock[w] = 1;
+  }
+  c.shadow.writes.resize(blocks * kWindow);
+  c.shadow.reads.resize(size_t{blocks} * kWindow * block_warps);
+  c.fibers.resize(blocks * threads);
+  while (stacks.size() < c.fibers.size()) {
     stacks.push_back(std::make_unique<char[]>(kStackBytes));
   }
-  Block b;
-  block = &b;
-  b.index = index;
-  b.grid = grid;
-  b.body = body;
-  const size_t warps = threads / kWarp;
-  b.warps.resize(warps);
-  for (size_t w = 0; w < warps; ++w) {
-    b.warps[w].clock.assign(warps, 0);
-    b.warps[w].clock[w] = 1;
-  }
-  for (Barrier& barrier : b.barriers) barrier.gathered = barrier.released = Clock(warps);
-  b.shadow.writes.resize(kSharedBytes);
-  b.shadow.reads.resize(kSharedBytes * warps);
-  b.fibers.resize(threads);
-  for (int t = 0; t < threads; ++t) {
-    Fiber& fiber = b.fibers[t];
-    fiber.tid = t;
+  for (size_t i = 0; i < c.fibers.size(); ++i) {
+    Fiber& fiber = c.fibers[i];
+    fiber.rank = static_cast<uint32_t>(i / threads);
+    fiber.tid = static_cast<int>(i % threads);
+    fiber.warp = static_cast<int>(i / kWarp);
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks[t].get();
+    fiber.context.uc_stack.ss_sp = stacks[i].get();
     fiber.context.uc_stack.ss_size = kStackBytes;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, RunThread, 0);
   }
   std::memset(memory, 0xff, sizeof(memory));
   std::vector<int> order;
-  for (size_t w = 0; w < b.warps.size(); ++w) order.push_back(static_cast<int>(w));
+  for (size_t w = 0; w < warps; ++w) order.push_back(static_cast<int>(w));
   for (bool alive = true; alive && failure.empty();) {
-    const uint64_t before = b.progress;
+    const uint64_t before = c.progress;
     alive = false;
     std::shuffle(order.begin(), order.end(), random);
     for (int w : order) {
       for (uint32_t steps = 1 + random() % 64; steps > 0; --steps) {
-        const uint64_t at = b.progress;
+        const uint64_t at = c.progress;
         for (int lane = 0; lane < kWarp && failure.empty(); ++lane) {
-          Fiber& fiber = b.fibers[w * kWarp + lane];
+          Fiber& fiber = c.fibers[w * kWarp + lane];
           if (fiber.done) continue;
           alive = true;
-          b.current = &fiber;
-          swapcontext(&b.scheduler, &fiber.context);
+          c.current = &fiber;
+          swapcontext(&c.scheduler, &fiber.context);
         }
-        if (b.progress == at) break;
+        if (c.progress == at) break;
       }
     }
-    b.current = nullptr;
-    if (alive && b.progress == before) Fail("deadlock");
+    c.current = nullptr;
+    if (alive && c.progress == before) Fail("deadlock");
   }
-  for (const Barrier& barrier : b.barriers) {
-    if (barrier.arrived != 0) Fail("a barrier is left with arrivals");
+  for (const Block& block : c.blocks) {
+    for (const Barrier& barrier : block.barriers) {
+      if (barrier.arrived != 0) Fail("a barrier is left with arrivals");
+    }
   }
-  block = nullptr;
+  cluster = nullptr;
 }
 
 // Every lane's value, once all lanes of the warp have come.
 template <typename T>
 std::array<T, kWarp> Exchange(const T& value) {
   static_assert(sizeof(T) <= sizeof(Warp::slots[0][0]));
-  Warp& warp = block->warps[Tid() / kWarp];
+  Warp& warp = ThisWarp();
   const uint64_t generation = warp.generation;
   std::memcpy(warp.slots[generation & 1][Lane()], &value, sizeof(T));
   if (++warp.arrived == kWarp) {
@@ -242,19 +289,17 @@ std::array<T, kWarp> Exchange(const T& value) {
   return all;
 }
 
-inline Warp& ThisWarp() { return block->warps[Tid() / kWarp]; }
 inline void Release(Clock& to) {
   Warp& warp = ThisWarp();
   Join(to, warp.clock);
-  ++warp.clock[Tid() / kWarp];
+  ++warp.clock[cluster->current->warp];
 }
 inline void Acquire(const Clock& from) { Join(ThisWarp().clock, from); }
 
-inline void Sync(int id, int threads) {
-  Barrier& barrier = block->barriers[id];
+inline void Sync(Barrier& barrier, int threads) {
   const uint64_t generation = barrier.generation;
   Release(barrier.gathered);
-  ++block->progress;
+  ++cluster->progress;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     ++barrier.generation;
@@ -263,41 +308,51 @@ inline void Sync(int id, int threads) {
   if (barrier.arrived > threads) Fail("more arrivals than a barrier has threads");
   WaitFor([&] { return barrier.generation != generation; });
   Acquire(barrier.released);
-  ++block->current->step;
+  ++cluster->current->step;
 }
 
+// An address in this block's shared memory.
 inline void Check(uint32_t address, size_t bytes) {
   if (address % bytes != 0) Fail("misaligned address in shared memory");
-  if (address + bytes > kSharedBytes) Fail("address beyond shared memory");
+  if (address / kWindow != Rank() || address % kWindow + bytes > kSharedBytes) {
+    Fail("address beyond shared memory");
+  }
 }
 // Notes an access of this thread, or of the copy engine for it, after a look at whether those
-// before it are ordered. Within a warp mbarriers order the copy engine.
+// before it are ordered. Within a warp mbarriers order the copy engine, which alone writes to other
+// blocks; nobody reads there.
 inline void Note(uint32_t address, size_t bytes, bool write, bool copied = false) {
-  const int warp = Tid() / kWarp, lane = Lane(), warps = static_cast<int>(block->warps.size());
+  const int warp = cluster->current->warp, lane = Lane(), block_warps = cluster->threads / kWarp;
   const Clock& clock = ThisWarp().clock;
-  const uint32_t step = block->current->step;
-  auto races = [&](const Shadow::Access& other) {
-    if (other.time == 0) return false;
-    if (other.warp != warp) return other.time > clock[other.warp];
-    return other.lane != lane && other.lane <= kWarp && other.step == step;
+  const uint32_t step = cluster->current->step;
+  int racing = -1;  // a warp
+  auto look = [&](const Shadow::Access& other) {
+    if (other.time == 0) return;
+    if (other.warp != warp ? other.time > clock[other.warp]
+                           : other.lane != lane && other.lane <= kWarp && other.step == step) {
+      racing = other.warp;
+    }
   };
   const Shadow::Access access = {clock[warp], step, static_cast<uint8_t>(warp),
                                  static_cast<uint8_t>(copied ? kWarp + 1 : lane)};
   for (size_t i = address; i < address + bytes; ++i) {
-    Shadow::Access* reads = &block->shadow.reads[i * warps];
-    bool race = races(block->shadow.writes[i]);
+    Shadow::Access* reads = &cluster->shadow.reads[i * block_warps];
+    look(cluster->shadow.writes[i]);
     if (write) {
-      for (int w = 0; w < warps; ++w) race = race || races(reads[w]);
-      block->shadow.writes[i] = access;
+      for (int w = 0; w < block_warps; ++w) look(reads[w]);
+      cluster->shadow.writes[i] = access;
     } else {
-      const bool again = reads[warp].step == step && reads[warp].lane != lane;
-      reads[warp] = access;
-      if (again && !copied) reads[warp].lane = kWarp;
+      Shadow::Access& read = reads[Tid() / kWarp];
+      const bool again = read.step == step && read.lane != lane;
+      read = access;
+      if (again && !copied) read.lane = kWarp;
     }
-    if (race) {
-      Fail("thread " + std::to_string(Tid()) + (write ? " writes" : " reads") + " byte " +
-           std::to_string(i) + " of shared memory that warp " +
-           std::to_string(block->shadow.writes[i].warp) + " may not have done with");
+    if (racing >= 0) {
+      auto of_rank = [](size_t rank) { return " of rank " + std::to_string(rank); };
+      Fail("thread " + std::to_string(Tid()) + of_rank(Rank()) + (write ? " writes" : " reads") +
+           " byte " + std::to_string(i % kWindow) + of_rank(i / kWindow) +
+           "'s shared memory that warp " + std::to_string(racing % block_warps) +
+           of_rank(racing / block_warps) + " may not have done with");
     }
   }
 }
@@ -327,20 +382,22 @@ inline const struct {
   Coordinate<[] { return static_cast<uint32_t>(emulator::Tid()); }> x;
 } threadIdx;
 inline const struct {
-  Coordinate<[] { return emulator::block->index.x; }> x;
-  Coordinate<[] { return emulator::block->index.y; }> y;
-  Coordinate<[] { return emulator::block->index.z; }> z;
+  Coordinate<[] { return emulator::ThisBlock().index.x; }> x;
+  Coordinate<[] { return emulator::ThisBlock().index.y; }> y;
+  Coordinate<[] { return emulator::ThisBlock().index.z; }> z;
 } blockIdx;
 inline const struct {
-  Coordinate<[] { return emulator::block->grid.x; }> x;
-  Coordinate<[] { return emulator::block->grid.y; }> y;
-  Coordinate<[] { return emulator::block->grid.z; }> z;
+  Coordinate<[] { return emulator::cluster->grid.x; }> x;
+  Coordinate<[] { return emulator::cluster->grid.y; }> y;
+  Coordinate<[] { return emulator::cluster->grid.z; }> z;
 } gridDim;
 
-inline void __syncthreads() { emulator::Sync(0, static_cast<int>(emulator::block->fibers.size())); }
+inline void __syncthreads() {
+  emulator::Sync(emulator::ThisBlock().barriers[0], emulator::cluster->threads);
+}
 inline void __syncwarp() {
   emulator::Exchange(0);
-  ++emulator::block->current->step;
+  ++emulator::cluster->current->step;
 }
 template <typename T>
 T __shfl_sync(uint32_t, T x, int lane) {
@@ -406,11 +463,15 @@ cudaError_t cudaFuncSetAttribute(Kernel, int, int bytes) {
   if (bytes > emulator::kSharedBytes) emulator::Fail("more shared memory than a block may have");
   return cudaSuccess;
 }
-enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension,
+};
 struct cudaLaunchAttribute {
   int id;
-  struct {
+  union {
     int programmaticStreamSerializationAllowed;
+    uint3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -424,11 +485,21 @@ template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                const Args&... args) {
   const dim3 grid = config->gridDim;
+  uint3 blocks = {1, 1, 1};  // of a cluster
+  for (int i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) blocks = attribute.val.clusterDim;
+  }
+  if (blocks.x != 1 || blocks.y < 1 || blocks.y > emulator::kMaxBlocks || blocks.z != 1) {
+    emulator::Fail("clusters of other blocks than one or two along y");
+  } else if (grid.y % blocks.y != 0) {
+    emulator::Fail("a grid that is not of whole clusters");
+  }
   for (uint32_t z = 0; z < grid.z; ++z) {
-    for (uint32_t y = 0; y < grid.y; ++y) {
+    for (uint32_t y = 0; y < grid.y; y += blocks.y) {
       for (uint32_t x = 0; x < grid.x && emulator::failure.empty(); ++x) {
-        emulator::RunBlock(static_cast<int>(config->blockDim.x), {x, y, z},
-                           {grid.x, grid.y, grid.z}, [&] { kernel(args...); });
+        emulator::RunCluster(blocks.y, static_cast<int>(config->blockDim.x), {x, y, z},
+                             {grid.x, grid.y, grid.z}, [&] { kernel(args...); });
       }
     }
   }

@@ -21,7 +21,7 @@ inline uint32_t SharedAddress(const void* p) {
 }
 inline int Opaque(int x) { return x; }
 inline int ThreadIndex() { return emulator::Tid(); }
-inline uint3 BlockIndex() { return emulator::block->index; }
+inline uint3 BlockIndex() { return emulator::ThisBlock().index; }
 
 // ------------------------------------------------------------------------------------------------
 // arithmetic
@@ -127,24 +127,42 @@ inline void StmatrixTrans(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uin
 
 // Ends the phase of an mbarrier when all that it expects has come.
 inline void EndPhase(emulator::Mbarrier& m) {
-  if (m.bytes < 0 || m.arrivals > m.expected)
+  const bool all = m.arrivals == m.expected;  // and with them what they expect
+  if (m.arrivals > m.expected || (all && m.bytes < 0)) {
     emulator::Fail("an mbarrier got more than it expects");
+  }
   emulator::Release(m.gathered);
-  if (m.arrivals == m.expected && m.bytes == 0) {
+  if (all && m.bytes == 0) {
     m.arrivals = 0;
     m.phase ^= 1;
     emulator::Join(m.released, m.gathered);
   }
-  ++emulator::block->progress;
+  ++emulator::cluster->progress;
+}
+inline emulator::Mbarrier& FindClusterMbarrier(uint32_t bar) {
+  if (!emulator::cluster->mbarriers.contains(bar)) emulator::Fail("an mbarrier is not initialised");
+  if (emulator::cluster->blocks[bar / emulator::kWindow].running == 0) {
+    emulator::Fail("an mbarrier is of a block that has ended");
+  }
+  return emulator::cluster->mbarriers.at(bar);
 }
 inline emulator::Mbarrier& FindMbarrier(uint32_t bar) {
-  if (!emulator::block->mbarriers.contains(bar)) emulator::Fail("an mbarrier is not initialised");
-  return emulator::block->mbarriers.at(bar);
+  emulator::Check(bar, 8);
+  return FindClusterMbarrier(bar);
+}
+// Of what the copy engine has brought; only another block's may come before it is expected.
+inline void CompleteTx(uint32_t bar, uint32_t bytes) {
+  emulator::Mbarrier& m = FindClusterMbarrier(bar);
+  m.bytes -= bytes;
+  if (m.bytes < 0 && bar / emulator::kWindow == emulator::Rank()) {
+    emulator::Fail("an mbarrier got more than it expects");
+  }
+  EndPhase(m);
 }
 inline void MbarrierInit(uint32_t bar, uint32_t arrivals) {
   emulator::Check(bar, 8);
-  const emulator::Clock none(emulator::block->warps.size());
-  emulator::block->mbarriers[bar] = {
+  const emulator::Clock none(emulator::cluster->warps.size());
+  emulator::cluster->mbarriers[bar] = {
       .expected = static_cast<int>(arrivals), .gathered = none, .released = none};
 }
 inline void FenceMbarrierInit() {}
@@ -164,7 +182,21 @@ inline void MbarrierWait(uint32_t bar, uint32_t parity) {
   emulator::WaitFor([&] { return m.phase != parity; });
   emulator::Acquire(m.released);
 }
-inline void BarSync(int id, int threads) { emulator::Sync(id, threads); }
+inline uint32_t Mapa(uint32_t a, uint32_t rank) {
+  if (rank >= emulator::cluster->blocks.size()) emulator::Fail("no block of the cluster");
+  return a % emulator::kWindow + rank * emulator::kWindow;
+}
+inline void MbarrierArriveCluster(uint32_t bar) {
+  emulator::Mbarrier& m = FindClusterMbarrier(bar);
+  ++m.arrivals;
+  EndPhase(m);
+}
+inline void ClusterSync() {
+  emulator::Sync(emulator::cluster->barrier, static_cast<int>(emulator::cluster->fibers.size()));
+}
+inline void BarSync(int id, int threads) {
+  emulator::Sync(emulator::ThisBlock().barriers[id], threads);
+}
 inline void GriddepcontrolLaunchDependents() {}
 inline void GriddepcontrolWait() {}
 inline void FenceProxyAsync() {}
@@ -196,30 +228,35 @@ inline void TmaLoad(uint32_t dst, const CUtensorMap* map, uint32_t bar, int head
     std::memset(emulator::memory + to, 0, 16);
     if (from != nullptr) std::memcpy(emulator::memory + to, from, 16);
   });
-  emulator::Mbarrier& m = FindMbarrier(bar);
-  m.bytes -= map->box[3] * 8192;
-  EndPhase(m);
+  CompleteTx(bar, map->box[3] * 8192);
 }
 inline void TmaStore(const CUtensorMap* map, uint32_t src, int head, int token, int half) {
   emulator::Check(src, 1024);
-  emulator::block->current->copies.push_back([=] {
+  emulator::cluster->current->copies.push_back([=] {
     ForTile(src, map, head, token, half, [](uint8_t* to, uint32_t from) {
       emulator::Note(from, 16, false, true);
       if (to != nullptr) std::memcpy(to, emulator::memory + from, 16);
     });
   });
 }
-inline void BulkLoad(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+inline void BulkLoadMulticast(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar,
+                              uint32_t ranks) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(src) % 16 != 0) {
     emulator::Fail("a bulk load that is not in units of 16 bytes");
   }
   emulator::Check(dst, 16);
   emulator::Check(dst + bytes - 16, 16);
-  emulator::Note(dst, bytes, true, true);
-  std::memcpy(emulator::memory + dst, src, bytes);
-  emulator::Mbarrier& m = FindMbarrier(bar);
-  m.bytes -= bytes;
-  EndPhase(m);
+  emulator::Check(bar, 8);
+  for (uint32_t rank = 0; ranks >> rank != 0; ++rank) {
+    if ((ranks >> rank & 1) == 0) continue;
+    const uint32_t to = Mapa(dst, rank);
+    emulator::Note(to, bytes, true, true);
+    std::memcpy(emulator::memory + to, src, bytes);
+    CompleteTx(Mapa(bar, rank), bytes);
+  }
+}
+inline void BulkLoad(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  BulkLoadMulticast(dst, src, bytes, bar, 1u << emulator::Rank());
 }
 inline void BulkStore(void* dst, uint32_t src, uint32_t bytes) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(dst) % 16 != 0) {
@@ -227,7 +264,7 @@ inline void BulkStore(void* dst, uint32_t src, uint32_t bytes) {
   }
   emulator::Check(src, 16);
   emulator::Check(src + bytes - 16, 16);
-  emulator::block->current->copies.push_back([=] {
+  emulator::cluster->current->copies.push_back([=] {
     emulator::Note(src, bytes, false, true);
     std::memcpy(dst, emulator::memory + src, bytes);
   });
@@ -235,11 +272,11 @@ inline void BulkStore(void* dst, uint32_t src, uint32_t bytes) {
 inline void BulkCommit() {}
 inline void BulkWaitRead() {
   for (int i = 0; i < 3; ++i) {  // meanwhile the others go on
-    ++emulator::block->progress;
+    ++emulator::cluster->progress;
     emulator::Yield();
   }
-  for (const auto& copy : emulator::block->current->copies) copy();
-  emulator::block->current->copies.clear();
+  for (const auto& copy : emulator::cluster->current->copies) copy();
+  emulator::cluster->current->copies.clear();
 }
 inline void BulkWait() { BulkWaitRead(); }
 
@@ -296,7 +333,8 @@ uint64_t WgmmaDescriptor(uint32_t address, uint32_t half_bytes) {
 // Element (row, k) of a K-major matrix of 16-bit numbers, or (k, row) of a transposed one.
 template <typename Operand>
 float ReadMatrix(uint64_t descriptor, bool transposed, int row, int k) {
-  const uint32_t start = (descriptor & 0x3fff) << 4, half = (descriptor >> 16 & 0x3fff) << 4;
+  const uint32_t start = emulator::Rank() * emulator::kWindow + ((descriptor & 0x3fff) << 4);
+  const uint32_t half = (descriptor >> 16 & 0x3fff) << 4;
   if (descriptor >> 62 == 3) {  // rows of 32 bytes
     const uint32_t at = start + row * 32 + k * 2;
     return Operand::Read(emulator::Load<uint16_t>(at ^ (at >> 7 & 1) << 4));
