@@ -199,7 +199,7 @@ def test_command_buffers_change_nothing(tmp_path: Path):
 # --- the same bits every time ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("T, H", [(8192, 16), (8192, 49), (200, 2)])  # segments, slices
+@pytest.mark.parametrize("T, H", [(8192, 16), (8192, 32), (200, 2)])  # segments, slices
 def test_a_hundred_runs_are_bitwise_equal(T, H):
     """Beside another kernel that keeps some of the multiprocessors busy."""
     x = arguments(T=T, H=H)

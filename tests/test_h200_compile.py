@@ -185,11 +185,12 @@ def test_few_long_chains_are_cut(B, T, HV, M, packed, chunks):
     "B, T, HV, packed, chunks",
     [
         (1, 8192, 96, False, 64),
-        (1, 8192, 64, False, 64),
-        (1, 8192, 64, True, 0),
-        (1, 8191, 64, False, 0),  # not two slices
-        (1, 8192, 32, False, 0),
-        (1, 65536, 32, False, 128),
+        (1, 8200, 96, False, 43),
+        (1, 8192, 96, True, 0),
+        (1, 8191, 96, False, 0),  # short
+        (1, 8192, 64, False, 0),  # two SMs a chain leave none
+        (1, 8192, 32, False, 43),
+        (1, 65536, 32, False, 43),
         (1, 8192, 8, False, 0),  # cut into segments
         (8, 8192, 32, False, 0),  # no SM is left
     ],
