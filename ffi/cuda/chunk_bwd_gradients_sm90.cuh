@@ -656,9 +656,9 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
       AddGroup(dq, dk, ws, ThreadIndex(), s.r > 0, s.Last(p));
     }
     if (kL2Norm && s.Last(p)) TellDots<Type, G>(dq, dk, smem, in);
-    FenceProxyAsync();
     __syncthreads();
     if (ThreadIndex() == 0) {
+      FenceProxyAsync();  // for all that the barrier was for
       const GradientStep& next = *step(i + 1);
       if (next.item != kNoItem) LoadValues(smem, maps, p, ws, next);
     }

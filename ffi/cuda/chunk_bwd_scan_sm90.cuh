@@ -348,10 +348,10 @@ __device__ void ScanSteps(uint32_t smem, const CUtensorMap* dv_map, const FwdPar
           StageValues<true>(R, factor, ones, second + fragment);
         }
       }
-      FenceProxyAsync();
       BarSync(1 + warpgroup, 128);
       std::byte* record = ws.records + ((s.first_chunk + c) * p.HV + h) * int64_t{record::kBytes};
       if (thread == 0) {
+        FenceProxyAsync();  // for all that the barrier was for
         std::byte* state =
             record + (kReverse ? record::kDState : record::kState) + v_half * 64 * 128;
         BulkStore(state, states, 64 * 128);
