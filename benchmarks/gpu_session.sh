@@ -62,11 +62,15 @@ PYTHON
 
 stage_main() { timeout "$limit" python3 -m jax_kda; }
 
-# Side by side where pytest-xdist is: most of the time is compilation.
+# Side by side where pytest-xdist is: most of the time is compilation. The largest want most of the
+# memory, and come by themselves.
 stage_tests() {
-  local parallel=()
+  local parallel=() status=0
   python3 -c 'import xdist' 2>/dev/null && parallel=(-n 8 --dist worksteal -p no:benchmark)
-  XLA_PYTHON_CLIENT_PREALLOCATE=false gpu_tests -q "${parallel[@]}" "$root/tests"
+  XLA_PYTHON_CLIENT_PREALLOCATE=false \
+    gpu_tests -q "${parallel[@]}" -k 'not beyond_32_bits' "$root/tests" || status=1
+  gpu_tests -q -k beyond_32_bits "$root/tests/test_gpu.py" || status=1
+  return $status
 }
 
 stage_graphs() { gpu_tests -v -k command_buffers "$root/tests/test_gpu_execution.py"; }

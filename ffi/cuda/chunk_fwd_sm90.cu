@@ -14,9 +14,9 @@ using sm90::kHead;
 using sm90::Launch;
 using sm90::MakeTileMap;
 
-// Up to this many blocks V is split over two: twice as many SMs, each with half the products. Of a
-// V of 128 they are a pair, which reads the operands once.
-constexpr int64_t kSplitChains = 66, kSplitSegments = 66;
+// Up to this many chains, or segments of them, V is split over two blocks: twice as many SMs, each
+// with half the products. Of a V of 128 they are a pair, which reads the operands once.
+constexpr int64_t kSplitChains = 66;
 
 // `chains`: sequences, or numbers of segments. kPaired: as in ScanConfig.
 template <typename Operand, int kWarpgroups, bool kPaired = false>
@@ -51,7 +51,7 @@ ffi::Error LaunchKernels(const FwdParams& p, const sm90::Workspace& ws, cudaStre
   using Operand = std::conditional_t<kL2Norm, sm90::Fp16, sm90::Bf16>;
   const bool cut = ws.segments > 0;
   const int64_t chains = cut ? ws.segments : p.B * p.M;
-  const bool split = p.V == 64 || chains * p.HV <= (cut ? kSplitSegments : kSplitChains);
+  const bool split = p.V == 64 || chains * p.HV <= kSplitChains;
   const sm90::Slice rows = sm90::WholeRows(p);
   const uint32_t step = p.slice_chunks > 0 ? static_cast<uint32_t>(p.slice_chunks) : rows.count;
   // Each launch may begin before the one ahead ends: prepare, which needs nothing of it, beside the
