@@ -58,9 +58,6 @@ inline constexpr int kAllBarrier = 1, kQuadBarrier = 2;
 
 // Below this sum of log decays, base 2, an octet's products leave TF32's range.
 inline constexpr float kStrong = -64.f;
-// Tensor cores cut fp32 operands to TF32, on average by 2^-11 / (2 ln 2) of each. A product that
-// gets both back is as exact as one of rounded operands, at an addition less an operand.
-inline constexpr float kCutBack = 1.000704f;
 
 template <typename G>
 struct GatePair;  // two neighbouring channels of g
@@ -246,9 +243,8 @@ __device__ __forceinline__ bool BuildOctet(float (&c)[4], Stacked& stacked, cons
           const float2 right = {k.x * Ex2(-sum.x), k.y * Ex2(-sum.y)};
           q = {q.x * up.x, q.y * up.y};
           k = {k.x * up.x, k.y * up.y};
-          const uint32_t a[4] = {__float_as_uint(q.x), __float_as_uint(k.x), __float_as_uint(q.y),
-                                 __float_as_uint(k.y)};
-          MmaTf32(c, a, __float_as_uint(right.x), __float_as_uint(right.y));
+          const uint32_t a[4] = {RoundTf32(q.x), RoundTf32(k.x), RoundTf32(q.y), RoundTf32(k.y)};
+          MmaTf32(c, a, RoundTf32(right.x), RoundTf32(right.y));
           x[2 * i] = Pack<Operand>(q.x, q.y);
           x[2 * i + 1] = Pack<Operand>(k.x, k.y);
           k_down[2 * u + i] = Pack<Operand>(right.x * total.x, right.y * total.y);
@@ -257,8 +253,6 @@ __device__ __forceinline__ bool BuildOctet(float (&c)[4], Stacked& stacked, cons
       Stmatrix(down ^ pair << 6, k_down[0], k_down[1], k_down[2], k_down[3]);
     }
   }
-#pragma unroll
-  for (float& x : c) x *= kCutBack;
   return strong;
 }
 
