@@ -67,19 +67,23 @@ def slice_chunks(B: Any, T: Any, HV: Any, M: Any, packed: bool) -> int:
     """Chunks a slice, where kda_chunk_fwd on CUDA prepares long rows in slices, each on the SMs
     that the scan of the one before leaves; else 0.
 
-    A scan takes an SM a chain (a row and a head each), up to 66 chains two. Which slices gain where
-    it leaves others is measured, and is less than an idle SM suggests, since both want memory:
-    docs/kernels.md.
+    A scan takes an SM a chain (a row and a head each), and two while they suffice. Which slices
+    gain where it leaves others is measured, and is less than an idle SM suggests, since both want
+    memory: docs/kernels.md.
     """
     if packed or not all(isinstance(size, int) for size in (B, T, HV)):
         return 0
-    if segment_chunks(B, T, HV, M, packed):
+    if T < 8192 or segment_chunks(B, T, HV, M, packed):
         return 0
     chains = B * HV
-    if T < 8192 or 40 < chains <= 66 or chains > 100:
+    if chains <= 40:
+        most = 43
+    elif _SMS // 2 < chains <= 100:
+        most = 64
+    else:
         return 0
     chunks = -(-T // 64)
-    slices = -(-chunks // (43 if chains <= 40 else 64))
+    slices = -(-chunks // most)
     return -(-chunks // slices)  # none much shorter than the others
 
 

@@ -14,7 +14,7 @@
 // rows, 204,816 with 16.
 #pragma once
 
-#include "chunk_fwd_scan_sm90.cuh"
+#include "chunk_fwd_segment_sm90.cuh"
 
 namespace jax_kda::sm90 {
 

@@ -238,7 +238,8 @@ __device__ __forceinline__ void MbarrierArriveCluster(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 // Waits for all threads of the cluster. What orders their writes is FenceMbarrierInit for mbarriers
-// and, within a block, a __syncthreads before: with .release each thread would wait for the GPU.
+// and, within a block, a __syncthreads before: with .release each would wait for all it has
+// outstanding, as above.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
